@@ -182,6 +182,15 @@ def _watched(plain: Any, ready: Callable[[], None]) -> type[ModuleSpec]:
     return Watched
 
 
+# -- pytest -------------------------------------------------------------------------------------------------
+
+
+def is_pytest_fixture(obj: Any) -> bool:
+    """Return whether ``obj`` is what pytest collects as a fixture, and does not unless it has this type."""
+    fixtures = sys.modules.get("_pytest.fixtures")
+    return fixtures is not None and type(obj) is getattr(fixtures, "FixtureFunctionDefinition", None)
+
+
 # -- wrapt --------------------------------------------------------------------------------------------------
 
 

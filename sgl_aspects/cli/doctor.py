@@ -103,7 +103,7 @@ def _diagnose_hook(what: str, found: list[HookReport]) -> Iterator[Finding]:
             "warning", what, f"the observer raised {errors} times; the calls went on", "fix it: see the log"
         )
     if State.WOVEN in states:
-        if not any(hook.calls for hook in found):
+        if not any(hook.calls or not hook.is_counted for hook in found):
             yield Finding(
                 "warning",
                 what,
@@ -118,6 +118,6 @@ def _diagnose_hook(what: str, found: list[HookReport]) -> Iterator[Finding]:
         yield Finding(
             "warning",
             what,
-            "its module was not loaded in any process",
+            details or "its module was not loaded in any process",
             "check the module's name, and that this part of the engine is used",
         )

@@ -13,6 +13,7 @@ from sgl_aspects.errors import AspectsError, HookError
 from sgl_aspects.weaving.core import Weaver
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State, innermost_first
 from sgl_aspects.weaving.joinpoints import JoinPoint
+from sgl_aspects.weaving.modules import why_not_importable
 from sgl_aspects.weaving.rebinding import Stale
 from sgl_aspects.weaving.targets import Target
 
@@ -22,6 +23,7 @@ weaver = Weaver()
 """The weaver of this process."""
 
 _ADVICES = "__sgl_aspects_advices__"
+_UNUSED = "__sgl_aspects_unused__"
 _F = TypeVar("_F", bound=Callable[..., Any] | type)
 
 
@@ -44,6 +46,7 @@ def _decorator(hook_type: HookType, targets: tuple[str, ...], options: dict[str,
         vars(hook)[_ADVICES].append(advice)
         return hook
 
+    vars(mark)[_UNUSED] = f"{hook_type.value}({str(target)!r})"
     return mark
 
 
@@ -99,10 +102,22 @@ class Aspect:
             raw = inspect.getattr_static(type(self), name)
             function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
             # The mark may be outside of @staticmethod or inside.
-            for advice in getattr(raw, "__dict__", {}).get(_ADVICES) or getattr(function, _ADVICES, []):
+            marked = getattr(raw, "__dict__", {}).get(_ADVICES) or getattr(function, _ADVICES, [])
+            self._warn_of_overridden(name, marked)
+            for advice in marked:
                 hook = advice.hook if advice.hook_type is HookType.OBSERVE else getattr(self, name)
                 found.append(advice.with_hook(hook))
         return sorted(found, key=lambda advice: advice.sequence)
+
+    def _warn_of_overridden(self, name: str, marked: list[Advice]) -> None:
+        for base in type(self).__mro__[1:]:
+            earlier = getattr(vars(base).get(name), "__dict__", {}).get(_ADVICES)
+            if earlier and not marked:
+                logger.warning(
+                    "%s.%s carries no decorator, so %s is not woven; repeat the decorator on it",
+                    *(type(self).__qualname__, name, earlier[0]),
+                )
+                return
 
 
 class Handle:
@@ -151,6 +166,10 @@ def _advices_of(hook: Any) -> Iterable[Advice]:
     if isinstance(hook, type) and issubclass(hook, Aspect):
         hook = hook()
     found: list[Advice] = hook._advices() if isinstance(hook, Aspect) else getattr(hook, _ADVICES, [])
+    unused = getattr(hook, _UNUSED, None)
+    if unused is not None:
+        more = ", or give it enter=, exit= or both" if unused.startswith("observe") else ""
+        raise HookError(f"{unused} has decorated nothing: write it as a decorator above the hook{more}")
     if not found:
         raise HookError(
             f"{hook!r} carries no hooks; decorate it with before, after, around, replace, native or observe"
@@ -303,6 +322,7 @@ class HookReport(NamedTuple):
     :param calls: the number of calls through those places since it was added.
     :param errors: the number of an observer's exceptions that were contained.
     :param detail: the reason why a hook is not woven.
+    :param is_counted: whether calls are counted: those of a class that replaces another one are not.
     """
 
     target: str
@@ -316,6 +336,7 @@ class HookReport(NamedTuple):
     calls: int
     errors: int
     required: bool
+    is_counted: bool = True
 
 
 class Report(NamedTuple):
@@ -345,11 +366,14 @@ class Report(NamedTuple):
 def report() -> Report:
     """Return every hook of this process with its state and counts, stale bindings, displaced places."""
     with weaver.lock:
-        return Report(
-            hooks=tuple(map(_hook_report, weaver.advices)),
+        advices = weaver.advices
+        found = Report(
+            hooks=tuple(map(_hook_report, advices)),
             stale=tuple(stale for point in weaver.points for stale in point.stale),
             displaced=tuple(str(point.place) for point in weaver.table.displaced()),
         )
+    details = map(weaver.detail_of, advices)  # without the lock: it calls finders
+    return found._replace(hooks=tuple(hook._replace(detail=why) for hook, why in zip(found.hooks, details)))
 
 
 def _hook_report(advice: Advice) -> HookReport:
@@ -366,6 +390,7 @@ def _hook_report(advice: Advice) -> HookReport:
         calls=sum(point.calls - before for point, before in points),
         errors=advice.errors,
         required=advice.required,
+        is_counted=not advice.is_class_replacement,
     )
 
 
@@ -374,12 +399,13 @@ def explain(target: str) -> str:
     parsed = Target.parse(target)
     lines = [line for point in weaver.points_named(parsed) for line in _explain_point(point)]
     lines += [
-        f"{target}: {advice.state.value}: {advice} ({advice.detail})"
+        f"{target}: {advice.state.value}: {advice} ({weaver.detail_of(advice)})"
         for advice in weaver.advices
         # Compared as text: such a hook has no join point.
         if not weaver.table.of(advice) and not set(_dotted(advice.target)).isdisjoint(_dotted(parsed))
     ]
-    return "\n".join(lines) or f"{target}: no hooks"
+    fault = why_not_importable(parsed)
+    return "\n".join(lines) or f"{target}: no hooks" + (f" ({fault})" if fault else "")
 
 
 def _explain_point(point: JoinPoint) -> list[str]:

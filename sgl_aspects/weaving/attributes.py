@@ -236,15 +236,15 @@ def _absence(path: tuple[str, ...], name: str, module: Any) -> str:
     if inner is not None:
         within = namespace(inner).get("__name__")
         return f"{within} is a module: write '{within}:{'.'.join(path[1:]) or 'name'}'"
-    close = _similar(path[0], names)
+    close = similar(path[0], names)
     if path[0] in names:
         names = [key for key in dir(owner) if not key.startswith("__")] if is_class(owner) else []
-        close = [f"{path[0]}.{key}" for key in _similar(path[-1], names)]
+        close = [f"{path[0]}.{key}" for key in similar(path[-1], names)]
     hint = f"; close names: {', '.join(close)}" if close else ""
     return f"module {name} is loaded and has no {'.'.join(path)}{hint}"
 
 
-def _similar(name: str, names: list[str]) -> list[str]:
+def similar(name: str, names: list[str]) -> list[str]:
     """Return up to three of ``names`` that share many pairs of letters with ``name``; needs no import."""
     pairs = {one: {f" {one} "[i : i + 2].casefold() for i in range(len(one) + 1)} for one in (name, *names)}
     wanted = pairs[name]

@@ -1,11 +1,29 @@
 """The weaver: attaches hooks to their targets, now or when a module loads.
 
+The states of a hook, and what changes them::
+
+    REMOVED --add--> PENDING --attach--> WOVEN <--set_enabled--> DISABLED
+                        |---- the module is loaded and has no such attribute --> MISSING
+                        |---- the attribute cannot take the hook --------------> FAILED
+                        '---- a module loads, an attribute or a subclass is made: resolve again
+    REMOVED <--remove--- every state
+
+Each change has the same steps, and costs as much as it changes, however much is woven:
+
+1. resolve (:func:`.resolve`, pure): the attributes that a target names in one module;
+2. attach (:meth:`.JoinPointTable.attach`): the hook is added to the join point of each, which is made if
+   there is none; nothing is installed yet;
+3. apply (:meth:`.JoinPointTable.apply`): each join point that was touched installs its replacement, or puts
+   the original back if no hook is active; then one pass rebinds the referrers of all of them;
+4. detach (on removal, before 3): the hook leaves its join points; those without hooks are forgotten after 3.
+
 All changes happen under one lock. No module is imported while it is held, so that it cannot deadlock with the
 import system. Calls through woven functions take no lock.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -37,6 +55,7 @@ from sgl_aspects.weaving.modules import (
     loaded,
     wait_for_imports,
     when_ready,
+    why_not_importable,
 )
 from sgl_aspects.weaving.table import JoinPointTable
 from sgl_aspects.weaving.targets import Target
@@ -48,6 +67,9 @@ _COMPILER = "torch._dynamo"
 
 _SCRIPTING = "torch.jit.frontend"
 """Once this module is loaded, torch.jit may compile the source of a woven function, without its hooks."""
+
+_MOST_RECOMPILED = 7
+"""torch.compile compiles a function at most eight times, and fails then if it must have the whole graph."""
 
 _LOST = (State.MISSING, State.FAILED)
 """No later import can make such a hook work."""
@@ -73,6 +95,8 @@ class Weaver:
         self._subclasses = SubclassWatcher(self._class_made)
         self._listeners: dict[str, list[Callable[[Any], None]]] = {}
         self._unwatch_scripting: Callable[[], None] | None = None
+        self._warns_at_end = False
+        self._recompiled: dict[tuple[int, str, str], int] = {}  # changes of functions that torch guards
 
     @property
     def lock(self) -> threading.RLock:
@@ -128,6 +152,9 @@ class Weaver:
             if advice.target.has_module_pattern:
                 advice.detail = "no loaded module has what the pattern names yet"
         self._watcher.install()
+        if not self._warns_at_end:
+            self._warns_at_end = True
+            atexit.register(self._end)
         self._note_compiler()
         try:
             self._weave(self._in_loaded_modules(new), strict=strict)
@@ -217,6 +244,21 @@ class Weaver:
         with self.lock:
             return list(self._advices)
 
+    def detail_of(self, advice: Advice) -> str:
+        """Return why ``advice`` is not woven; for one that waits, whether its module can exist."""
+        if advice.state is not State.PENDING:
+            return advice.detail
+        fault = why_not_importable(advice.target)
+        return advice.detail + (f": {fault}" if fault else "")
+
+    def _end(self) -> None:
+        """At the program's end, warn of hooks whose module cannot exist, and of patterns without a match."""
+        for advice in self.advices:
+            if advice.state is not State.PENDING or advice.on_lost is not None:
+                continue
+            if why_not_importable(advice.target) or advice.target.has_module_pattern:
+                logger.warning("%s was never woven: %s", advice, self.detail_of(advice))
+
     @property
     def points(self) -> list[JoinPoint]:
         with self.lock:
@@ -299,11 +341,20 @@ class Weaver:
     def _forget_compiled_code(self, advices: Iterable[Advice], points: Iterable[JoinPoint]) -> None:
         """Reset torch.compile if its code may contain the old body of one of ``points``.
 
-        It guards functions of a module and woven functions, but not the methods of a class.
+        It guards functions of a module and woven functions, but not the methods of a class; and it compiles
+        a caller anew only a few times.
         """
-        if _COMPILER in sys.modules and any(one.hook_type is not HookType.OBSERVE for one in advices):
-            unguarded = [one for one in points if is_class(one.inner) or not is_module(one.place.owner)]
-            compat.forget_compiled(point.inner for point in unguarded)
+        if _COMPILER not in sys.modules or all(one.hook_type is HookType.OBSERVE for one in advices):
+            return
+        stale = []
+        for point in points:
+            if is_class(point.inner) or not is_module(point.place.owner):
+                stale.append(point.inner)
+            else:
+                changes = self._recompiled[point.place.key] = self._recompiled.get(point.place.key, 0) + 1
+                if changes % _MOST_RECOMPILED == 0:
+                    stale.append(point.inner)
+        compat.forget_compiled(stale)
 
     def _in_loaded_modules(self, advices: Iterable[Advice]) -> Iterator[tuple[Advice, str, Any]]:
         """Yield the loaded modules that each hook may target; those being imported follow when ready."""

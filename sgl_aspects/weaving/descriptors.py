@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sgl_aspects import compat
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
     MISSING,
@@ -100,6 +101,10 @@ def _bound_by_classmethod(raw: Any) -> Any:
 
 
 def _itself(place: AttributeReference, content: Any) -> Opened:
+    if compat.is_pytest_fixture(content):
+        raise HookError(
+            f"{place} is a pytest fixture, which pytest finds by its type; hook a function that it calls"
+        )
     if not callable(content):
         raise HookError(
             f"{place} is {type(content).__name__} {reprlib.repr(content)}, "

@@ -13,18 +13,19 @@ variables of the target's own, so that `inspect.getclosurevars` and debuggers sh
 from __future__ import annotations
 
 import ast
-import builtins
 import contextlib
 import enum
 import functools
+import gc
 import inspect
 import sys
 import types
+import weakref
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from sgl_aspects.weaving.attributes import Attributes, OwnDict, claims_to_be, holds, is_a
-from sgl_aspects.weaving.hooks import CHAINS_NAME, CompiledChain, NativeLink
+from sgl_aspects.weaving.hooks import CHAINS_NAME, CompiledChain, NativeLink, calls_original
 
 Observers = tuple[tuple[Any, Any, Any], ...]
 """(enter, exit, failed) for each observer, outermost first; enter or exit may be None.
@@ -101,10 +102,12 @@ class WovenFunction:
         *("applied", "code", "function", "kind"),
     )
 
+    code: types.CodeType
+
     def __init__(self, original: Any, *, anonymous: bool = False) -> None:
         self.kind = FunctionKind.of(original)
         self.applied = False
-        self._calls = [0.0]  # a float: adding to it costs less than to an int, and is exact up to 2 ** 53
+        self._calls = _Calls()
         self._in_c: Any = None
         self._signature: _Signature | None = None
         self._taken: dict[str, Any] = OwnDict()
@@ -113,9 +116,8 @@ class WovenFunction:
         self._model = code
         self._iterable = code.co_flags & inspect.CO_ITERABLE_COROUTINE
         self._body = 0 if anonymous else _first_line(code) - code.co_firstlineno
-        # C code that imports a module looks for __builtins__ in the globals of its caller.
-        own = {"__name__": __name__, "__builtins__": builtins}
-        namespace = own if anonymous else original.__globals__
+        # torch.compile finds them as those of a module.
+        namespace = globals() if anonymous else original.__globals__
         closure = () if anonymous else original.__closure__
         if self.kind is not _kind_of_code(code):  # a function cannot change its kind later
             code = self._code(Shape(self.kind), {})
@@ -129,7 +131,7 @@ class WovenFunction:
 
     @property
     def calls(self) -> int:
-        return int(self._calls[0]) + (0 if self._in_c is None else self._in_c.calls)
+        return int(getattr(self._calls, _COUNT)) + (0 if self._in_c is None else self._in_c.calls)
 
     @property
     def patch(self) -> types.CodeType | None:
@@ -137,11 +139,17 @@ class WovenFunction:
         code = self._run.__code__
         return None if not self.applied or holds(code.co_consts, self._calls) else code
 
-    def give_code(self, original: types.FunctionType) -> None:
-        """Make a patch of the code, if there is one, the code of ``original``."""
-        if self.patch is not None:
-            original.__code__ = self._model = self.patch
-            self._body = _first_line(self._model) - self._model.co_firstlineno
+    def _assign(self, code: types.CodeType) -> None:
+        """Make ``code`` the function's, and that of functions that others have made with its code.
+
+        Code that others have assigned to the function, which calls those, is left in place.
+        """
+        if self.patch is None:
+            self._run.__code__ = code
+        else:
+            for copy in _copies(self.code):
+                copy.__code__ = code
+        self.code = code
 
     def set_hooks(self, head: Any, observers: Observers, compiling: Any = None, caller: Any = None) -> None:
         """Swap the hooks: from the next call on, ``head`` and ``observers`` run.
@@ -154,7 +162,7 @@ class WovenFunction:
         if compiling is not None:
             self._compiled = self._compiled or CompiledChain(self._run.__globals__)
         packed = isinstance(head, NativeLink)
-        hooks = {"chain": head.run if packed else head}
+        hooks = {"chain": _hashable(head.run if packed else head)}
         for index, triple in enumerate(observers):
             hooks |= zip((f"enter{index}", f"exit{index}", f"failed{index}"), triple)
         parts = tuple((enter is not None, leave is not None) for enter, leave, _ in observers)
@@ -162,18 +170,25 @@ class WovenFunction:
         before, self._in_c = self._in_c, None
         if caller is not None and self.kind is FunctionKind.PLAIN and not packed:
             self._in_c = caller(self._run, head, *observers[0])
-            code = code.replace(co_consts=_Constants((*code.co_consts, self._in_c)))
+            code = code.replace(co_consts=(*code.co_consts, self._in_c))
         if self._compiled is not None and compiling is not None:
             self._compiled.set(head, compiling, code)
-        self._run.__code__ = self.code = code
+        self._assign(code)
         if before is not None:
             counted = float(before.calls)
-            self._calls[0] += counted  # in place, like the function itself: other threads may be counting
+            setattr(
+                self._calls, _COUNT, getattr(self._calls, _COUNT) + counted
+            )  # in place, like the function itself: other threads may be counting
         self.applied = True
 
     def release(self, head: Any) -> None:
         """Remove all hooks: remaining references to the function call ``head``."""
         self.set_hooks(head, ())
+        original = self._run.__dict__.get("__wrapped__")
+        if type(original) is types.FunctionType and weakref.getweakrefcount(self._run):
+            # Weak references live as long as the original.
+            kept = [*original.__dict__.get(_KEPT, ()), self._run]
+            original.__dict__[_KEPT] = [one for one in kept if weakref.getweakrefcount(one)]
         if self._compiled is not None and self.kind is FunctionKind.PLAIN:
             self._compiled.remove()
         self._compiled = None
@@ -197,6 +212,10 @@ class WovenFunction:
             if getattr(self.function, name) is not value:
                 setattr(original, name, getattr(self.function, name))
         _copy_attributes(self.function, original)
+        if self.patch is not None:
+            for copy in _copies(self.code):
+                copy.__code__ = original.__code__
+            original.__code__, self._run.__code__ = self.patch, self.code
 
     def _code(self, shape: Shape, hooks: dict[str, Any]) -> types.CodeType:
         """Return the code of ``shape`` with these hooks, and the model's names and lines."""
@@ -205,7 +224,7 @@ class WovenFunction:
         code = template(shape)
         values = {f"<{name}>": hook for name, hook in hooks.items()}
         values["<calls>"] = self._calls
-        names = code.co_names
+        names = tuple(_COUNT if name == "number" else name for name in code.co_names)
         if shape.guarded and self._compiled is not None:
             names = tuple(self._compiled.name if name == "_chain" else name for name in names)
         changes: dict[str, Any] = {
@@ -215,7 +234,7 @@ class WovenFunction:
             "co_names": (*names, *(name for name in model.co_names if name not in names)),
             "co_freevars": model.co_freevars,
             "co_varnames": _apart_from(model.co_freevars, code.co_varnames),
-            "co_consts": _Constants(
+            "co_consts": tuple(
                 values.get(const, const) if type(const) is str else const for const in code.co_consts
             ),
             # `await` accepts a generator only with the flag that types.coroutine sets.
@@ -249,15 +268,34 @@ class _Signature(inspect.Signature):
         return getattr(self, name)
 
 
-class _Constants(tuple[Any, ...]):
-    """The constants of a woven function: hooks and an original, which may be unhashable."""
+_COUNT = "None"
+"""The attribute with the number of calls: `inspect.getclosurevars` ignores this name."""
 
-    __slots__ = ()
-    __hash__ = object.__hash__  # debuggers hash the code of functions, and so its constants
+
+class _Calls:
+    """The number of calls: a float, because adding to it costs less than to an int; exact up to 2 ** 53."""
+
+    __slots__ = (_COUNT,)
+
+    def __init__(self) -> None:
+        setattr(self, _COUNT, 0.0)
+
+
+def _hashable(constant: Any) -> Any:
+    """Return ``constant``, or a partial that calls it: debuggers hash the code of functions."""
+    try:
+        hash(constant)
+    except Exception:  # noqa: BLE001  a user's __hash__ may raise anything
+        return calls_original(functools.partial(constant))
+    return constant
 
 
 def _call_hooks(*args: Any, **kwargs: Any) -> Any:
     """The function behind a proxy, as tracebacks show it."""
+
+
+def _copies(code: types.CodeType) -> list[types.FunctionType]:
+    return [one for one in gc.get_referrers(code) if type(one) is types.FunctionType]
 
 
 def _first_line(code: types.CodeType) -> int:
@@ -281,11 +319,15 @@ _ATTRIBUTES = (
 )
 
 
+_KEPT = "__sgl_aspects_released__"
+_OWN = {"__wrapped__", _KEPT}
+
+
 def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> None:
-    for name in target.__dict__.keys() - source.__dict__.keys() - {"__wrapped__"}:
+    for name in target.__dict__.keys() - source.__dict__.keys() - _OWN:
         del target.__dict__[name]
     for name, value in list(source.__dict__.items()):
-        if name != "__wrapped__":
+        if name not in _OWN:
             target.__dict__[name] = value
 
 
@@ -326,7 +368,7 @@ def _put(node: ast.AST, line: int) -> None:
 def _source(shape: Shape) -> list[str]:
     free = "".join(f"free{index:04}, " for index in range(shape.free))
     definition = "async def" if shape.kind.value.startswith(("coroutine", "async")) else "def"
-    body = ["if 1: calls = '<calls>'; calls[0] += 1.0"]
+    body = ["if 1: calls = '<calls>'; calls.number += 1.0"]
     if shape.guarded:
         body = [
             f"if {CHAINS_NAME}.compiling():",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import enum
+import functools
 import inspect
 import itertools
 import logging
@@ -202,6 +203,28 @@ def _check_hook(hook: Any, hook_type: object, target: Target) -> None:
             )
     elif not callable(hook):
         raise HookError(f"{target}: the hook {hook!r} cannot be called")
+    elif hook_type in _FIRST and not _takes_positional(hook, _FIRST[hook_type].count(",") + 1):
+        raise HookError(
+            f"{target}: {hook!r} does not take what {hook_type.name} hooks get; "
+            f"write def hook({_FIRST[hook_type]}{_MORE[hook_type]})"
+        )
+
+
+_FIRST = {
+    HookType.AROUND: "original_fn",
+    HookType.AFTER: "result",
+    HookType.NATIVE: "proceed, args, kwargs",
+}
+_MORE = {HookType.AROUND: ", *args, **kwargs", HookType.AFTER: ", *args, **kwargs", HookType.NATIVE: ""}
+
+
+def _takes_positional(hook: Any, count: int) -> bool:
+    """Return whether a plain function or method takes ``count`` arguments by position; True if unknown."""
+    function = hook.__func__ if type(hook) is types.MethodType else hook
+    code = function.__code__ if type(function) is types.FunctionType else None
+    if code is None or code.co_flags & inspect.CO_VARARGS:
+        return True
+    return bool(code.co_argcount - (hook is not function) >= count)
 
 
 def innermost_first(advices: Iterable[Advice]) -> list[Advice]:
@@ -256,15 +279,28 @@ def argument_reader(function: Callable[..., Any], parameter: str) -> ArgumentRea
 # -- the chain -----------------------------------------------------------------------------------------------
 
 
-def build_chain(original: Hook, advices: Sequence[Advice], *, awaits: bool) -> Hook:
+def build_chain(original: Hook, target: Any, advices: Sequence[Advice], *, awaits: bool) -> Hook:
     """Return the head of the chain over ``original``; ``advices`` innermost first, without observers.
 
+    :param target: what the hooks take ``original_fn`` for: each link has its name and signature.
     :param awaits: the target is ``async def``: links return awaitables, AFTER gets the awaited result.
     """
     head = original
     for advice in advices:
-        head = _link(advice, head, awaits)
+        head = _link(advice, head if head is original else _named(head, target), awaits)
     return head
+
+
+_OWN = globals()
+
+
+def _named(link: Hook, target: Any) -> Hook:
+    """Return ``link``, unless it is a REPLACE hook, with the names of ``target``, as of `functools.wraps`."""
+    if type(link) is types.MethodType and is_of_caller(link):
+        link = functools.partial(link.__func__, link.__self__)
+    elif not (type(link) is NativeLink or (type(link) is types.FunctionType and link.__globals__ is _OWN)):
+        return link
+    return calls_original(functools.update_wrapper(link, target, updated=()))
 
 
 #: Every live link that holds an original, by the ids of the containers through which it does. A call in
@@ -274,11 +310,10 @@ _callers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 def calls_original(caller: Hook) -> Hook:
     """Mark ``caller``, a bound method or function: rebinding does not change its references."""
-    if type(caller) is types.FunctionType:
-        for container in (caller.__dict__, *(caller.__closure__ or ())):
+    _callers[id(caller)] = caller
+    if type(caller) is not types.MethodType:  # a method has the attributes of its function, a hook
+        for container in (caller.__dict__, *(getattr(caller, "__closure__", None) or ())):
             _callers[id(container)] = caller
-    else:
-        _callers[id(caller)] = caller
     return caller
 
 
@@ -341,8 +376,6 @@ def _native_link(hook: Hook, following: Hook, awaits: bool) -> Hook:
 
 class NativeLink:
     """A link of the native contract: ``run(args, kwargs)`` takes the tuple and the dictionary as they are."""
-
-    __slots__ = ("run",)
 
     def __init__(self, run: Hook) -> None:
         self.run = run
@@ -410,8 +443,8 @@ _chains = types.ModuleType(f"{__name__}.chains")
 It is ``__sgl_aspects__`` in the namespaces of the modules whose functions are woven."""
 
 CHAINS_NAME = "__sgl_aspects__"
-_readers: dict[int, dict[weakref.ref[types.CodeType], str]] = {}
-"""By a namespace's id: the guarded code objects that look the name up there, and their chains' names."""
+_readers: dict[int, dict[int, weakref.ref[types.CodeType]]] = {}
+"""By a namespace's id: the guarded code objects that look the name up there, by their ids."""
 
 
 class CompiledChain:
@@ -421,12 +454,14 @@ class CompiledChain:
         self.name = f"chain_{next(_sequence)}"
         self._namespace = namespace
         self._readers = _readers.setdefault(id(namespace), {})
+        self._own: dict[int, weakref.ref[types.CodeType]] = {}  # those of this chain
 
     def set(self, head: Any, compiling: Any, code: types.CodeType) -> None:
         """Publish the chain while ``code`` lives, which may be longer than the function uses it: a call that
         has just begun, or a coroutine that has not, looks the name up later.
         """
-        self._readers[weakref.ref(code, self._forget)] = self.name
+        key = id(code)  # not the code itself: that of two functions may be equal
+        self._own[key] = self._readers[key] = weakref.ref(code, functools.partial(self._forget, key))
         chains = vars(_chains)
         chains[self.name], chains["compiling"] = head, compiling
         self._namespace[CHAINS_NAME] = _chains
@@ -435,17 +470,17 @@ class CompiledChain:
         """Withdraw the chain except from calls in progress: the compiler may keep code alive."""
         stacks = map(traceback.walk_stack, sys._current_frames().values())
         begun = {id(frame.f_code) for stack in stacks for frame, _ in stack}
-        for reader, name in list(self._readers.items()):
-            if name == self.name and id(reader()) not in begun:
-                self._forget(reader)
+        for key in [key for key in self._own if key not in begun]:
+            self._forget(key)
 
-    def _forget(self, reader: weakref.ref[types.CodeType]) -> None:
+    def _forget(self, key: int, _: object = None) -> None:
         # Called in any thread at any time: the removal is undone if another reader was added meanwhile.
         readers, chains = self._readers, vars(_chains)
-        readers.pop(reader, None)
-        if self.name not in readers.values():
+        readers.pop(key, None)
+        self._own.pop(key, None)
+        if not self._own:
             chain = chains.pop(self.name, None)
-            if self.name in readers.values():
+            if self._own:
                 chains.setdefault(self.name, chain)
         if not readers and self._namespace.get(CHAINS_NAME) is _chains:
             self._namespace.pop(CHAINS_NAME, None)

@@ -10,6 +10,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import wrapt
+
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
     MISSING,
@@ -22,7 +24,7 @@ from sgl_aspects.weaving.attributes import (
 from sgl_aspects.weaving.descriptors import open_attribute, rebuild
 from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
 from sgl_aspects.weaving.hooks import Advice, HookType, build_chain, innermost_first
-from sgl_aspects.weaving.proxies import WovenProxy
+from sgl_aspects.weaving.proxies import WovenProxy, passing_on
 from sgl_aspects.weaving.rebinding import Exclusions, Pair, Stale
 
 logger = logging.getLogger("sgl_aspects")
@@ -112,6 +114,11 @@ class JoinPoint(abc.ABC):
         """Call ``below`` from now on: the base class's attribute was hooked or restored."""
 
     @property
+    def below(self) -> Any:
+        """The object to restore."""
+        return self.original
+
+    @property
     def extra(self) -> Extra:
         """The unaccounted references to what is installed now."""
         return UNKNOWN
@@ -131,6 +138,8 @@ class FunctionJoinPoint(JoinPoint):
         is_function = type(content) is types.FunctionType
         self.woven = WovenFunction(content) if is_function else WovenProxy(content, self._called, str(place))
         self.function = self.woven.function
+        if isinstance(content, wrapt.BaseObjectProxy):
+            self._called = passing_on(self.function, self._called)
         self._observers: dict[Advice, Any] = {}  # those made by `bound_to` for this function
         self.slot.with_occupant(place.part, self.function)  # may fail: now, before it is registered
 
@@ -174,14 +183,12 @@ class FunctionJoinPoint(JoinPoint):
         return super().displaced or (self.installed and self.woven.patch is not None)
 
     def refresh(self, compiling: Any = None) -> None:
-        if self._has_attributes:
-            self.woven.give_code(self.inner)
         active = _once([advice for advice in innermost_first(self.advices) if advice.enabled])
         replaces = [advice for advice in active if advice.hook_type is HookType.REPLACE]
         observers = [advice for advice in active if advice.hook_type is HookType.OBSERVE]
         # The last REPLACE wins; the earlier ones stay registered and apply again when it is removed.
         chain = replaces[-1:] + [advice for advice in active if advice not in replaces + observers]
-        head = build_chain(self._called, chain, awaits=self._is_async)
+        head = build_chain(self._called, self.inner, chain, awaits=self._is_async)
         caller = observers[0].caller if len(observers) == 1 else None
         self.woven.set_hooks(head, tuple(map(self._observing, reversed(observers))), compiling, caller)
 
@@ -203,6 +210,13 @@ class FunctionJoinPoint(JoinPoint):
             self.installed = False
             self._exchange_attributes()
             self.slot.take_out(self.place.part)
+
+    @property
+    def below(self) -> Any:
+        """The object to restore, after its owner has removed another patch under the proxy."""
+        if type(self.woven) is WovenProxy and self.inner is self.original:
+            return self.function.__wrapped__
+        return self.original
 
     def _exchange_attributes(self) -> None:
         self.stale.clear()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
+import pkgutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -23,9 +26,10 @@ from sgl_aspects.weaving.attributes import (
     find,
     is_class,
     namespace,
+    similar,
     with_nested,
 )
-from sgl_aspects.weaving.hooks import Advice, HookType, Result
+from sgl_aspects.weaving.hooks import Advice, HookType
 from sgl_aspects.weaving.targets import Alternate, Target
 
 # -- imports -------------------------------------------------------------------------------------------------
@@ -222,6 +226,50 @@ def _is_lazy(module: Any) -> bool:
     return type(module).__module__ == "importlib.util"
 
 
+def why_not_importable(target: Target) -> str:
+    """Return why no alternate's module can ever be imported, with close names; "" if one may be."""
+    faults = []
+    for alternate in target.alternates:
+        # Of the dotted form, the first name at least is a module's.
+        name = alternate.path[0] if alternate.module is None else alternate.stem
+        faults.append(_fault_of(name, tuple(sys.path)))
+    return "" if "" in faults else "; ".join(dict.fromkeys(faults))
+
+
+@functools.lru_cache(maxsize=1024)
+def _fault_of(name: str, search_path: tuple[str, ...]) -> str:
+    """Return why the module ``name`` cannot be imported; nothing is. ``search_path``: for the cache."""
+    within: Any = None
+    for prefix in accumulate(name.split("."), "{}.{}".format):
+        module = sys.modules.get(prefix)
+        if module is None:
+            try:
+                spec = _find_without_hooks(prefix, within)
+            except Exception:  # noqa: BLE001  another package's finder may raise anything
+                return ""
+            if spec is None:
+                modules = sorted({one.name for one in pkgutil.iter_modules(within)} - {"__main__"})
+                if within is None:
+                    modules += sorted(sys.stdlib_module_names)
+                close = ", ".join(similar(prefix.rpartition(".")[2], modules))
+                return f"no module {prefix} can be imported" + (f"; close names: {close}" if close else "")
+            within = spec.submodule_search_locations
+        else:
+            within = namespace(module).get("__path__")
+        if within is None:
+            return "" if prefix == name else f"{prefix} is not a package, so no module {name} can be imported"
+    return ""
+
+
+def _find_without_hooks(name: str, path: Any) -> ModuleSpec | None:
+    for finder in list(sys.meta_path):
+        if finder is not compat.wrapt_finder() and not isinstance(finder, ModuleWatcher):
+            spec = finder.find_spec(name, path) if hasattr(finder, "find_spec") else None
+            if spec is not None:
+                return spec
+    return None
+
+
 # -- hooks by module -----------------------------------------------------------------------------------------
 
 
@@ -290,9 +338,9 @@ def bases_of_family(alternate: Alternate, module: Any) -> list[type]:
 # -- attributes and subclasses created later -----------------------------------------------------------------
 
 
-def _own_hook(hook: Callable[..., Any]) -> Advice:
+def _own_hook(hook_type: HookType, hook: Callable[..., Any]) -> Advice:
     """Return an outermost hook of the weaver itself, which attaches it; it is not in reports."""
-    return Advice(Target(()), HookType.AFTER, hook, order=sys.maxsize)
+    return Advice(Target(()), hook_type, hook, order=sys.maxsize)
 
 
 class LazyAttributes:
@@ -312,7 +360,7 @@ class LazyAttributes:
         """Wait for what ``alternate`` names in ``module``; returns the hook for ``__getattr__`` there."""
         attribute = (alternate.attribute_path(name) or ("",))[0].removesuffix("+")
         self._wanted.setdefault(id(module), (name, module, set()))[2].add(attribute)
-        return self.hooks.setdefault(id(owner), _own_hook(self._after_getattr(owner)))
+        return self.hooks.setdefault(id(owner), _own_hook(HookType.NATIVE, self._around_getattr(owner)))
 
     def restore(self) -> None:
         """Remove the attributes that modules would create again."""
@@ -322,21 +370,24 @@ class LazyAttributes:
                 del names[attribute]
         self.__init__(self._made)  # type: ignore[misc]
 
-    def _after_getattr(self, owner: Any) -> Callable[..., Any]:
-        def after(value: Any, *arguments: Any) -> Any:
-            module, attribute = arguments if is_class(owner) else (owner, *arguments)
+    def _around_getattr(self, owner: Any) -> Callable[..., Any]:
+        # Of the native contract: the arguments of an AFTER hook would be one more referrer of the new value.
+        def around(proceed: Any, args: Any, kwargs: Any) -> Any:
+            value = proceed(args, kwargs)
+            module, attribute = args if is_class(owner) else (owner, *args)
             name, _, wanted = self._wanted.get(id(module), ("", None, set()))
             if attribute not in wanted:
-                return None
+                return value
             wanted.discard(attribute)
             names = namespace(module)
             if attribute not in names:
                 names[attribute] = value
                 self._kept[id(module), attribute] = value
+            del value
             self._made(name, module)
-            return Result(names[attribute])
+            return names[attribute]
 
-        return after
+        return around
 
 
 class SubclassWatcher:
@@ -352,7 +403,7 @@ class SubclassWatcher:
 
     def wait(self, advice: Advice, base: type) -> Advice:
         """Wait for subclasses of ``base``; returns the hook for its ``__init_subclass__``."""
-        own = _own_hook(lambda result, cls, **options: self._made(cls))
+        own = _own_hook(HookType.AFTER, lambda result, cls, **options: self._made(cls))
         _, own, waiting = self._bases.setdefault(id(base), (base, own, {}))
         waiting[advice] = None
         return own

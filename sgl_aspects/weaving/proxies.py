@@ -6,6 +6,7 @@ keep their type, attributes and equality. A call is passed to a generated functi
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import importlib
 import logging
@@ -124,7 +125,8 @@ class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return self.__reduce_ex__(2)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__wrapped__.__reduce_ex__(protocol)
+        reduce = copyreg.dispatch_table.get(type(self.__wrapped__))
+        return self.__wrapped__.__reduce_ex__(protocol) if reduce is None else reduce(self.__wrapped__)
 
 
 class CallableProxy(BoundProxy):
@@ -155,7 +157,7 @@ class CallableProxy(BoundProxy):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not isinstance(self.__wrapped__, _PICKLED_BY_NAME):
-            return self.__wrapped__.__reduce_ex__(protocol)
+            return super().__reduce_ex__(protocol)
         module, _, path = self._self_place.partition(":")
         if not module or "instance." in path:
             import pickle  # slow to import
@@ -181,6 +183,20 @@ def found_by_name(module: str, path: str) -> Any:
     return found
 
 
+def passing_on(proxy: Any, called: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls what ``proxy`` wraps now: the owner of a patch below may remove it.
+
+    :param called: what to call as long as none has been removed.
+    """
+    wrapped = proxy.__wrapped__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        now = proxy.__wrapped__
+        return (called if now is wrapped else now)(*args, **kwargs)
+
+    return calls_original(call)
+
+
 class WovenProxy(WovenFunction):
     """A proxy, and the function with the hooks behind it.
 
@@ -191,5 +207,5 @@ class WovenProxy(WovenFunction):
 
     def __init__(self, original: Any, called: Callable[..., Any], place: str) -> None:
         super().__init__(original, anonymous=True)
-        self.set_hooks(called, ())
         self.function = CallableProxy(original, self._run, place)
+        self.set_hooks(called, ())

@@ -31,14 +31,17 @@ from sgl_aspects.weaving.attributes import (
     MISSING,
     PROPERTIES,
     Attributes,
+    OwnDict,
     bases,
     class_module,
     class_name,
     derives,
     filled_slots,
     holds,
+    inherited,
     is_a,
     is_class,
+    is_module,
     namespace,
 )
 from sgl_aspects.weaving.descriptors import descriptor_anew
@@ -120,14 +123,51 @@ def _replace_in_partial(referrer: functools.partial[Any], new: New) -> None:
 
 
 def _replace_attributes(referrer: Any, new: New) -> None:
-    """Change the attributes and slots of an instance."""
-    attributes = namespace(referrer)
+    """Change the attributes and slots of an instance.
+
+    :raises _HashDependsError: its hash would change; nothing has changed.
+    """
+    before = _own_hash(referrer)
+    changed = _exchange(referrer, new)
+    if before is not None and changed and _own_hash(referrer) != before:
+        _exchange(referrer, lambda value: changed.get(id(value), value))
+        raise _HashDependsError
+
+
+def _exchange(instance: Any, new: New) -> dict[int, Any]:
+    """Change the attributes and slots of an instance; returns the old values by the ids of the new ones."""
+    changed, attributes = OwnDict(), namespace(instance)
     for name, value in list(dict.items(attributes)):
         if new(value) is not value:
             dict.__setitem__(attributes, name, new(value))
-    for slot, value in filled_slots(referrer):
+            changed[id(new(value))] = value
+    for slot, value in filled_slots(instance):
         if new(value) is not value:
-            slot.__set__(referrer, new(value))
+            slot.__set__(instance, new(value))
+            changed[id(new(value))] = value
+    return changed
+
+
+class _HashDependsError(Exception):
+    """Raised where a change would lose an object in the containers that hold it."""
+
+
+def _own_hash(instance: Any) -> int | None:
+    """Return the hash of an instance of a class that defines one; None for others, and if it has none."""
+    if is_class(instance) or is_module(instance) or class_module(type(instance)) == "builtins":
+        return None
+    if inherited(instance, "__hash__") in (None, object.__hash__):
+        return None
+    try:
+        return hash(instance)
+    except Exception:  # noqa: BLE001  a user's __hash__ may raise anything
+        return None
+
+
+def _kind_of(container: Any) -> Any:
+    return next(
+        kind for kind in (collections.OrderedDict, dict, set, tuple, frozenset) if is_a(container, kind)
+    )
 
 
 def _is_class_cell(cell: types.CellType) -> bool:
@@ -236,8 +276,8 @@ class _Collected:
         found = [one for one in _referrers(olds) if id(one) not in self.kept and not _is_ours(one)]
         owners: dict[int, list[Any]] = {}
         owned = [one for one in found if is_a(one, tuple)]
-        for one in found:
-            if type(one) is dict and "__doc__" in one and not _is_module_namespace(one):  # like a class's
+        for one in found:  # dictionaries of a class or an instance
+            if type(one) is dict and all(type(key) is str for key in one) and not _is_module_namespace(one):
                 cls = _class_with(one)
                 if cls is None:
                     owned.append(one)
@@ -245,6 +285,7 @@ class _Collected:
                     owners[id(one)] = [cls]
         owners |= self._owners(owned, found) if owned else {}
         anew: list[Pair] = []
+        dependent: list[Any] = []
         for referrer in found:
             owned_by = owners.get(id(referrer), [])
             if is_a(referrer, dict) and any(map(is_class, owned_by)):
@@ -263,11 +304,47 @@ class _Collected:
             elif not is_a(referrer, (types.GetSetDescriptorType, types.MemberDescriptorType)):
                 try:
                     self._replace_in(referrer, owned_by)
+                except _HashDependsError:
+                    dependent += [one for one in (referrer, *owned_by) if _own_hash(one) is not None]
                 except Exception as error:  # noqa: BLE001  a user's __hash__ or descriptor may raise anything
-                    self._report(gc.get_referents(referrer), f"{_described(referrer)}: {error!r}")
+                    held = [*gc.get_referents(referrer), *namespace(referrer).values()]
+                    self._report(held, f"{_described(referrer)}: {error!r}")
+        if dependent:
+            self._replace_in_hashed(dependent)
         return anew
 
+    def _replace_in_hashed(self, instances: list[Any]) -> None:
+        """Change instances whose hash depends on an old object, and insert them anew where they are keys."""
+        containers = [
+            one
+            for one in _referrers(instances)
+            if is_a(one, (dict, set, frozenset, tuple)) and not _is_ours(one)
+        ]
+        for instance in instances:
+            held_by = [
+                one for one in containers if holds(dict.keys(one) if is_a(one, dict) else one, instance)
+            ]
+            if any(is_a(one, (frozenset, tuple)) for one in held_by):
+                holder = f"{_described(instance)}, in a tuple or frozenset whose hash depends on it"
+                self._report([*namespace(instance).values(), *gc.get_referents(instance)], holder)
+                continue
+            # Their keys are inserted anew. The items are read before: an OrderedDict looks each key up.
+            kinds = list(map(_kind_of, held_by))
+            items = [
+                list(set.__iter__(one) if kind is set else kind.items(one))
+                for kind, one in zip(kinds, held_by)
+            ]
+            _exchange(instance, self._new)
+            for kind, container, entries in zip(kinds, held_by, items):
+                kind.clear(container)
+                kind.update(container, entries)
+
     def _replace_in(self, referrer: Any, owners: list[Any]) -> None:
+        if is_a(referrer, dict):
+            for owner in owners:
+                if namespace(owner) is referrer and _own_hash(owner) is not None:
+                    _replace_attributes(owner, self._new)
+                    return
         if is_a(referrer, tuple):
             _replace_attributes(referrer, self._new)
             accounted = _replace_tuple(referrer, owners, self._new)

@@ -21,7 +21,6 @@ from sgl_aspects.weaving.attributes import (
     holds,
     inherited,
     is_class,
-    is_module,
     namespace,
     with_nested,
 )
@@ -40,7 +39,7 @@ class JoinPointTable:
     """All join points. Not locked: the weaver serialises changes."""
 
     def __init__(self) -> None:
-        self.points: dict[JoinPoint, None] = {}  # in order of creation
+        self.points: dict[JoinPoint, int] = {}  # in order of creation, with the id of the original
         self.compiling: Any = None
         # What stood at points that `apply` has not rebound yet: more than that if it was interrupted.
         self.before: dict[tuple[JoinPoint, int], Any] = OwnDict()
@@ -71,8 +70,7 @@ class JoinPointTable:
         # Another name of a woven object.
         if other is None or other.standing is not place.raw or place.inherited:
             return None
-        fits = other.place.part == place.part and (other.installed or is_module(place.owner))
-        return other if fits else None
+        return other if other.place.part == place.part else None
 
     def displaced(self) -> Iterator[JoinPoint]:
         """Yield the points covered by another patch."""
@@ -130,11 +128,10 @@ class JoinPointTable:
             self._at[advice] = [(point, point.calls) for point, _ in entries]
 
     def _remember(self, point: JoinPoint) -> None:
-        self.points[point] = None
+        self._note_original(point)
         self._here.setdefault(point.place.key, []).append(point)
         self._by_object[id(point.replacement)] = point
-        self._over.setdefault(id(point.original), {})[point] = None
-        if is_module(point.place.owner):
+        if not point.place.inherited:
             self._by_object.setdefault(id(point.original), point)
 
     def _point_for(self, place: AttributeReference) -> JoinPoint:
@@ -155,21 +152,25 @@ class JoinPointTable:
         point.release()
         if point not in self.points:
             return
-        del self.points[point]
         here = self._here[point.place.key]
         here.remove(point)
         if not here:
             del self._here[point.place.key]
         self._forget_original(point)
+        del self.points[point]
         for seen in (point.replacement, point.standing, point.original):
             if self._by_object.get(id(seen)) is point:
                 del self._by_object[id(seen)]
 
+    def _note_original(self, point: JoinPoint) -> None:
+        self.points[point] = id(point.original)
+        self._over.setdefault(id(point.original), {})[point] = None
+
     def _forget_original(self, point: JoinPoint) -> None:
-        over = self._over[id(point.original)]
+        over = self._over[self.points[point]]
         del over[point]
         if not over:
-            del self._over[id(point.original)]
+            del self._over[self.points[point]]
 
     def _warn_of_second_replace(self, advice: Advice, point: JoinPoint) -> None:
         if advice.hook_type is not HookType.REPLACE:
@@ -200,6 +201,8 @@ class JoinPointTable:
         for point in unique:
             extra.setdefault(point, point.extra)
             self.before[point, id(point.standing)] = point.standing
+            if point.below is not point.original:
+                self._change_original(point, point.below)
             try:
                 point.apply(self.compiling)
             except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
@@ -276,12 +279,15 @@ class JoinPointTable:
                     below = inherited(point.place.owner, point.place.name)
                 if below is not point.original and below is not MISSING:
                     followers.append((point, below))
-        for point, _ in followers:
-            self._forget_original(point)
         for point, below in followers:
-            point.follow(below)
+            self._change_original(point, below)
             point.refresh(self.compiling)
-            self._over.setdefault(id(point.original), {})[point] = None
+
+    def _change_original(self, point: JoinPoint, below: Any) -> None:
+        point.follow(below)
+        if point in self.points:
+            self._forget_original(point)
+            self._note_original(point)
 
     def _detach_members(self, before: type, refused: Refused) -> list[Advice]:
         """Detach the hooks from the members of a class that was replaced or restored."""

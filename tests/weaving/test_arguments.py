@@ -287,3 +287,24 @@ def test_an_async_hook_on_what_is_not_async_is_refused_with_the_fix(
         aspects.weave(advice(f"engine:{path}", kind, hook))
     assert engine.f is original
     assert aspects.report().hooks == ()
+
+
+@pytest.mark.parametrize("kind", [HookType.AROUND, HookType.BEFORE, HookType.AFTER, HookType.NATIVE])
+def test_original_fn_of_a_stacked_hook_has_the_targets_name_and_signature(kind: HookType) -> None:
+    seen: list[Any] = []
+
+    def outer(original_fn: Any, *args: Any) -> Any:
+        seen.append((original_fn.__name__, original_fn.__doc__, str(inspect.signature(original_fn))))
+        return original_fn(*args)
+
+    inner: dict[HookType, Any] = {
+        HookType.AROUND: lambda original_fn, *args: original_fn(*args),
+        HookType.BEFORE: lambda *args: None,
+        HookType.AFTER: lambda result, *args: None,
+        HookType.NATIVE: lambda proceed, args, kwargs: proceed(args, kwargs),
+    }
+    hooks = [advice("engine:f", kind, inner[kind]), advice("engine:f", HookType.AROUND, outer)]
+    source = "def f(a, b=2):\n    'Documented.'\n    return a + b\n"
+    with module_of(source) as engine, aspects.woven(*hooks):
+        assert engine.f(1) == 3
+    assert seen == [("f", "Documented.", "(a, b=2)")]

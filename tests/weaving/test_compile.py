@@ -321,3 +321,28 @@ def test_a_call_that_has_just_begun_when_the_last_hook_goes() -> None:
         watched.clear()
         gc.collect()
         assert not [name for name in vars(module) if name.startswith("__sgl")]
+
+
+def test_kinds_of_hooks_may_alternate_on_a_function_in_a_whole_graph(engine: Any) -> None:
+    arguments = (engine.Layer(), torch.arange(3.0))
+    compiled = torch.compile(engine.call_function, backend="eager", fullgraph=True)
+    bare = compiled(*arguments)
+    for hook_type in [*HOOKS] * 4:
+        with aspects.woven(_advice(engine, "function", hook_type)):
+            assert torch.equal(compiled(*arguments), engine.call_function(*arguments))
+        assert torch.equal(compiled(*arguments), bare)
+
+
+def test_a_hooked_custom_operator_is_compiled(engine: Any) -> None:
+    def add_five(x: Any) -> Any:
+        return x + 5
+
+    add_five.__annotations__ = {"x": torch.Tensor, "return": torch.Tensor}
+    engine.operator = torch.library.custom_op("sgl_aspects_test::add_five", mutates_args=())(add_five)
+    engine.operator.register_fake(torch.empty_like)
+    exec("def call_operator(x): return operator(x)", vars(engine))
+    compiled = torch.compile(engine.call_operator, backend="eager", fullgraph=True)
+    x = torch.arange(3.0)
+    with aspects.woven(_advice(engine, "operator", aspects.HookType.AROUND)):
+        assert torch.equal(compiled(x), engine.call_operator(x))
+    assert torch.equal(compiled(x), x + 5)

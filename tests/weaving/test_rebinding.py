@@ -739,12 +739,14 @@ def test_what_is_garbage_stays_garbage(engine: Any) -> None:
     gc.collect()
     assert gone() is None
 
-    woven = None
+    woven: Any = None
     for _ in range(2):
         with aspects.woven(around("engine:f", hooked)):
             woven = weakref.ref(engine.f)
     gc.collect()
-    assert woven is not None
+    assert woven()() == ("f", 0)
+    engine.f.__dict__.clear()
+    gc.collect()
     assert woven() is None
 
 

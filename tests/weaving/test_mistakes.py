@@ -1,0 +1,126 @@
+"""Mistakes of an author of hooks: each is named, with what to write instead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sgl_aspects as aspects
+from sgl_aspects import HookType
+from sgl_aspects.errors import HookError
+from tests.support.woven_modules import around, hand_on, module_of, no_hook_is_left
+
+__all__ = ["no_hook_is_left"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("jsn:dumps", "no module jsn can be imported; close names: json"),
+        ("json.decodr:JSONDecoder.decode", "no module json.decodr can be imported; close names: decoder"),
+        ("jsn.**:dumps", "no module jsn can be imported; close names: json"),
+        ("string.templates:f", "string is not a package, so no module string.templates can be imported"),
+        ("jsn:dumps | simplejsn:dumps", "no module jsn can be imported"),
+    ],
+)
+def test_a_module_that_cannot_exist_is_named(target: str, words: str) -> None:
+    assert words in aspects.explain(target)
+    aspects.weave(around(target))
+    assert words in aspects.explain(target)
+    assert words in aspects.report().hooks[0].detail
+
+
+@pytest.mark.parametrize("target", ["this:f", "jsn:dumps | this:f", "xml.etree.cElementTree2.f"])
+def test_a_module_that_is_merely_not_loaded_is_not_complained_of(target: str) -> None:
+    aspects.weave(around(target))
+    assert "can be imported" not in aspects.report().hooks[0].detail
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (
+            "jsn:dumps",
+            "was never woven: its module is not loaded yet: no module jsn can be imported; close names: json",
+        ),
+        ("json.**:dumpz", "was never woven: no loaded module has what the pattern names yet"),
+        ("this:f", ""),
+    ],
+)
+def test_a_program_says_at_its_end_which_hooks_could_never_work(target: str, words: str) -> None:
+    program = f"import sgl_aspects as a, json; a.weave(a.around({target!r})(lambda original_fn, *args: None))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert words in done.stderr
+    assert bool(done.stderr) is bool(words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [
+        (HookType.AROUND, lambda: None),
+        (HookType.AROUND, lambda *, batch: None),
+        (HookType.AFTER, lambda **kwargs: None),
+        (HookType.NATIVE, lambda proceed, args: None),
+    ],
+)
+def test_a_hook_without_the_arguments_of_its_kind_fails_when_it_is_registered(kind: Any, hook: Any) -> None:
+    with pytest.raises(HookError, match=r"does not take what .* hooks get; write def hook"):
+        aspects.HookRegistry.register("engine:f", hook, kind)
+
+
+def test_a_decorator_that_has_decorated_nothing_is_named() -> None:
+    with pytest.raises(HookError, match=r"observe\('m:f'\) has decorated nothing: .*enter=, exit= or both"):
+        aspects.weave(aspects.observe("m:f"))
+    with pytest.raises(HookError, match=r"around\('m:f'\) has decorated nothing: write it as a decorator"):
+        aspects.weave(aspects.around("m:f"))
+
+
+def test_an_overridden_method_of_an_aspect_without_its_decorator_warns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Base(aspects.Aspect):
+        @aspects.around("engine:f")
+        def around(self, original_fn: Any) -> Any:
+            return original_fn()
+
+        @aspects.around("engine:g")
+        def kept(self, original_fn: Any) -> Any:
+            return original_fn()
+
+    class Quiet(Base):
+        def around(self, original_fn: Any) -> Any:
+            return None
+
+    aspects.weave(Quiet())
+    assert [report.target for report in aspects.report().hooks] == ["engine:g"]
+    assert "Quiet.around carries no decorator" in caplog.text
+    assert "repeat the decorator" in caplog.text
+
+
+def test_a_pytest_fixture_is_refused() -> None:
+    with module_of("import pytest\n@pytest.fixture\ndef made(): return 1\n") as engine:
+        before = engine.made
+        with pytest.raises(HookError, match=r"is a pytest fixture.*hook a function that it calls"):
+            aspects.weave(around("engine:made", hand_on))
+        aspects.weave(around("engine:*", hand_on))
+        assert engine.made is before
+
+
+def test_an_attribute_made_on_first_access_is_not_held_by_the_weaver() -> None:
+    source = """
+    def __getattr__(name):
+        if name != "late": raise AttributeError(name)
+        def late(): return 1
+        return late
+    """
+    with module_of(source) as engine:
+        aspects.weave(around("engine:late"))
+        assert engine.late() == 1
+        assert aspects.report().stale == ()
