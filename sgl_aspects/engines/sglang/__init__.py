@@ -7,8 +7,7 @@
                         operator dispatch in its fused layers
     communicator.py     a vendor's communicator in its groups
     plugin.py           activates all of that if the environment enables it
-    platform_bridge.py  a platform class in SGLang; cpu_platform.py: on the CPU
-    multimodal.py       a multimodal platform class in SGLang's image and video engine
+    bridge/             a platform class and a vendor's classes in SGLang; cpu_platform.py: on the CPU
     conformance         the checks of the conformance kit; conformance/child.py: inside SGLang
     device.py           the platform of the device that SGLang runs on
 
