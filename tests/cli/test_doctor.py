@@ -10,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import sgl_aspects as aspects
+from sgl_aspects import HookType
+from sgl_aspects.cli.doctor import diagnose
+from sgl_aspects.process_reports import ProcessReport
 from sgl_aspects.tracing import native
 from tests.support.distributions import install
+from tests.support.woven_modules import advice, module_of
 
 PLUGIN = """
 import sgl_aspects as aspects
@@ -135,6 +140,16 @@ def test_doctor_names_what_is_wrong_and_what_to_do(folder: Path) -> None:
     assert "never called" in findings["victim:idle"]["why"]
     assert "not loaded" in findings["nowhere.at_all:f"]["why"]
     assert "is a class" in findings["victim:Number"]["why"]
+
+
+def test_a_class_that_replaces_another_one_is_not_said_to_be_idle() -> None:
+    class Faster: ...
+
+    with module_of("class Engine: ...") as engine:
+        hook = advice("engine:Engine", HookType.REPLACE, Faster)
+        with aspects.woven(hook):
+            assert isinstance(engine.Engine(), Faster)
+            assert list(diagnose([ProcessReport(1, "serve", True, aspects.report())])) == []
 
 
 def test_doctor_speaks_to_people_too(folder: Path) -> None:
