@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -165,7 +166,7 @@ def test_a_missing_package_is_one_line_with_the_install_command(
 
 
 def test_output_into_a_closed_pipe_gives_no_traceback() -> None:
-    script = f"{sys.executable} -m sgl_aspects version | true"
+    script = f"{shlex.quote(sys.executable)} -m sgl_aspects version | true"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
 

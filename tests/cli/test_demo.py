@@ -18,7 +18,7 @@ import pytest
 from sgl_aspects.analysis.numbers import report_run
 from sgl_aspects.analysis.spans import Span, children_of, read_spans
 from sgl_aspects.cli.prompts import PROMPTS
-from tests.support.processes import free_port
+from tests.support.processes import free_port, without_room
 from tests.support.tiny_models import make_llama
 
 MAX_NEW_TOKENS = 8
@@ -33,11 +33,6 @@ def demo_environment(**changes: str) -> dict[str, str]:
 
 def demo_command(*flags: str) -> list[str]:
     return [sys.executable, "-m", "sgl_aspects", "demo", *flags]
-
-
-def without_room(errors: str) -> str:
-    """Leave out the lines on a /dev/shm with little room, which is the machine's."""
-    return re.sub(r"(?m)^tracing has room for .*\n", "", errors)
 
 
 @dataclass

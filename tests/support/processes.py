@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
 import socket
@@ -72,3 +73,14 @@ def peak_megabytes(process_id: int | None) -> int:
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     """``sgl-aspects`` with these words."""
     return subprocess.run([sys.executable, "-m", "sgl_aspects", *words], capture_output=True, text=True)
+
+
+def without_room(errors: str) -> str:
+    """Leave out the lines on a /dev/shm with little room, which is the machine's."""
+    return re.sub(r"(?m)^tracing has room for .*\n", "", errors)
+
+
+def has_little_shared_memory() -> bool:
+    """Return whether rings are shorter here than they should be, so that a burst may not fit."""
+    system = os.statvfs("/dev/shm")
+    return system.f_blocks * system.f_frsize < 256 << 20
