@@ -252,9 +252,13 @@ class Weaver:
         return advice.detail + (f": {fault}" if fault else "")
 
     def _end(self) -> None:
-        """At the program's end, warn of hooks whose module cannot exist, and of patterns without a match."""
+        """At the program's end, warn of hooks whose module cannot exist, and of patterns without a match.
+
+        Packages have hooks for engines that may not be installed: those are not mistakes.
+        """
         for advice in self.advices:
-            if advice.state is not State.PENDING or advice.on_lost is not None:
+            is_of_package = advice.source is not None and advice.source.dist_name
+            if advice.state is not State.PENDING or is_of_package:
                 continue
             if why_not_importable(advice.target) or advice.target.has_module_pattern:
                 logger.warning("%s was never woven: %s", advice, self.detail_of(advice))

@@ -61,6 +61,16 @@ def test_a_program_says_at_its_end_which_hooks_could_never_work(target: str, wor
     assert bool(done.stderr) is bool(words)
 
 
+def test_hooks_of_an_installed_package_may_be_for_engines_that_are_not() -> None:
+    program = """
+import sgl_aspects as a
+advice = a.Advice(a.Target.parse("jsn:dumps"), a.HookType.AROUND, print, source=a.HookSource("p", "package"))
+a.weave(advice)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("kind", "hook"),
     [
