@@ -121,9 +121,7 @@ class StepTracker(native.Tracker):
         words = steps.words
         level = words[WORD_LEVEL]
         if level != self.level:
-            self.level = level
-            if self.on_level is not None:
-                self.on_level(level)
+            self.follow_level(level)
         step_id = 0
         if level >= 2:
             self.last_id += 1
@@ -164,6 +162,12 @@ class StepTracker(native.Tracker):
         if self.details:
             self._write_details(step, start)
         return step
+
+    def follow_level(self, level: int) -> None:
+        """Weave and remove the hooks of levels, now that the recorder's has changed."""
+        self.level = level
+        if self.on_level is not None:
+            self.on_level(level)
 
     def begin_unrecorded(self, batch: Any) -> Step:
         """Return a placeholder for a batch whose step is not recorded but whose result is awaited."""

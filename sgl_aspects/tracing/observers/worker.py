@@ -49,9 +49,9 @@ class WorkerObserver:
         if not self._is_joined:
             return []
         return [
-            Observation("forward", self._forward_enter, self._forward_exit),
-            Observation("graph_mode", None, self._graph_exit),
-            Observation("sample", self._sample_enter, self._sample_exit),
+            Observation("forward", self._forward_enter, self._forward_exit),  # detects changes of the level
+            Observation("graph_mode", None, self._graph_exit, 3),
+            Observation("sample", self._sample_enter, self._sample_exit, 4),
         ]
 
     def flush(self) -> None:
@@ -61,9 +61,13 @@ class WorkerObserver:
             self._write_forward(*self._waiting.popleft()[0])
 
     def _forward_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder = self._recorder
+        recorder, tracker = self._recorder, self._tracker
         self._step_id = 0
-        if recorder.level < 3 or self._tracker.running is not None:
+        if tracker.running is not None:
+            return None
+        if recorder.level != tracker.level:
+            tracker.follow_level(recorder.level)
+        if recorder.level < 3:
             return None
         batch = self._batch(args, kwargs)
         step_id = self._shared_id(batch) or 0
