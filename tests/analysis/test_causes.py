@@ -98,24 +98,24 @@ def test_the_long_prompt_of_another_request(tmp_path: Path, model: Path) -> None
 
 def test_a_batch_that_is_full(tmp_path: Path, model: Path) -> None:
     with traced(tmp_path, model, max_running_requests=1) as (engine, explained):
-        chunks = iter(engine.submit([7] * 8, answer(200), rid="running"))
+        chunks = iter(engine.submit([7] * 8, answer(600), rid="running"))
         next(chunks)
         engine.submit([8] * 8, answer(1), rid="waiting").result()
     assert first_cause(explained[0]("waiting")) is Cause.QUEUED_BATCH_FULL
 
 
 def test_no_room_in_the_kv_cache(tmp_path: Path, model: Path) -> None:
-    with traced(tmp_path, model, max_total_tokens=320, decode_reserve=0) as (engine, explained):
-        running = [iter(engine.submit([7] * 64, answer(80), rid=f"running {n}")) for n in range(2)]
+    with traced(tmp_path, model, max_total_tokens=1024, decode_reserve=0) as (engine, explained):
+        running = [iter(engine.submit([7] * 64, answer(400), rid=f"running {n}")) for n in range(2)]
         for chunks in running:
             next(chunks)
-        engine.submit([8] * 200, answer(1), rid="waiting").result()
+        engine.submit([8] * 950, answer(1), rid="waiting").result()
     assert first_cause(explained[0]("waiting")) is Cause.QUEUED_KV_ROOM
 
 
 def test_a_scheduler_that_is_stopped(tmp_path: Path, model: Path) -> None:
     with traced(tmp_path, model) as (engine, explained):
-        chunks = iter(engine.submit([7] * 8, answer(20), rid="decoding"))
+        chunks = iter(engine.submit([7] * 8, answer(400), rid="decoding"))
         next(chunks)
         os.kill(scheduler_pid(), signal.SIGSTOP)
         time.sleep(LONG)
