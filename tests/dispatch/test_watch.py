@@ -535,7 +535,7 @@ def test_requests_of_others_and_broken_ones_are_refused(
     assert live.read_own_json(tmp_path / "request.json") == {}
     monkeypatch.setattr("os.getuid", lambda: 12345)
     assert live.read_own_json(tmp_path / "request.json") is None
-    with pytest.raises(ConfigError, match="belongs to another user"):
+    with pytest.raises(ConfigError, match="is not a folder of yours"):
         live.prepare_folder(tmp_path)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -75,6 +76,8 @@ class ForkedProgram:
 
 
 def _main(words: list[str], log: str, environment: dict[str, str]) -> None:
+    # An engine may have started the server of forks, with its owner's signals blocked.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.environ.clear()
     os.environ.update(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
