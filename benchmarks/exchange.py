@@ -132,7 +132,8 @@ class Watched:
 def watched_methods(package: str) -> list[Watched]:
     """Return the methods of a package's classes that have observers only.
 
-    Hooks are in a kind of tuple of the weaver's, and the original where nothing changes its call.
+    A woven function has the counter of its calls among its constants, and the original where nothing
+    changes its call.
     """
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.")]
     values = [one for module in modules if type(module) is types.ModuleType for one in vars(module).values()]
@@ -142,7 +143,7 @@ def watched_methods(package: str) -> list[Watched]:
         for owner in classes.values()
         for name, one in list(vars(owner).items())
         if type(one) is types.FunctionType
-        and type(one.__code__.co_consts) is not tuple
+        and any(type(constant).__name__ == "_Calls" for constant in one.__code__.co_consts)
         and any(constant is one.__dict__.get("__wrapped__", one) for constant in one.__code__.co_consts)
     ]
 

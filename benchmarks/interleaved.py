@@ -176,8 +176,8 @@ def main() -> None:
                     time.sleep(2)
                     try:
                         measured[size] = exchange.measure(size, given.variants, given.seconds)
-                    except TimeoutError:
-                        print((folder / "log").read_text()[-5000:])
+                    except (TimeoutError, OSError):
+                        print((folder / "log").read_text()[-20000:])
                         raise
                 print("\n".join(rows(measured[size], size, given.variants)), flush=True)
                 if given.methods:
