@@ -33,7 +33,7 @@ from sgl_aspects.runtime.messages import TokenizedRequest
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.ring import format as ring_format
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance-gpu-tracing.md"
+PAGE = Path(__file__).resolve().parent / "results" / "tracing-on-a-gpu.md"
 MARK = "bench.forward"
 BATCH, PROMPT, STEPS = 8, 256, 12
 LEVELS, TURNS, TURN_STEPS = (2, 3), 24, 20

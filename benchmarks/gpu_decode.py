@@ -29,7 +29,7 @@ from sgl_aspects.runtime import SamplingParams, ServerArgs
 from sgl_aspects.runtime.messages import TokenizedRequest
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance-gpu.md"
+PAGE = Path(__file__).resolve().parent / "results" / "gpu.md"
 BATCH_SIZES = (1, 16)
 PROMPT_TOKENS = 512
 ROUNDS, STEPS, WARM_UP = 5, 30, 3

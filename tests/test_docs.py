@@ -19,7 +19,14 @@ from sgl_aspects.cli.main import COMMANDS
 from tests.support.processes import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks" / "results").glob("*.md"),
+    ]
+)
 LONGEST_LINE = 140
 # `sgl-aspects`, which finds the only run of the machine. Where the tests of others run beside this one, it is
 # given: the run of a process in this folder.

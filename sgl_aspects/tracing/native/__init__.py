@@ -6,7 +6,7 @@
     fields.py       its replacement where it was not compiled
 
 Both record the same. ``setup.py`` builds it; ``SGL_ASPECTS_NATIVE=off`` does without.
-docs/performance-steps.md has the measurements that justify it.
+benchmarks/results/steps.md has the measurements that justify it.
 """
 
 from __future__ import annotations
