@@ -60,6 +60,7 @@ copy() {
 	site=$folder/${site#"$ROOT/"}
 	rmdir "$site"
 	cp -al "${site/#"$folder"/"$ROOT"}" "$site" 2>/dev/null || cp -a "${site/#"$folder"/"$ROOT"}" "$site"
+	rm -rf "$site"/*sgl_aspects-* # of the checkout, which the other user may not enter: installed anew
 }
 
 user() {
