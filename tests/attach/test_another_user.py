@@ -18,6 +18,7 @@ from tests.support.attachable import Program, finish, kill_command, span_names
 from tests.support.other_user import (
     NOBODY,
     Shared,
+    package_folder,
     require_two_users,
     root_attaches,
     root_command,
@@ -280,13 +281,14 @@ def prepared_folder() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-_PREPARED = {"PYTHONPATH": str(Path(dormant.__file__).parent), dormant.SWITCH: "1"}
+def prepared() -> dict[str, str]:
+    return {"PYTHONPATH": str(package_folder() / "bootstrap"), dormant.SWITCH: "1"}
 
 
 def test_root_attaches_to_another_users_prepared_process(
     interpreter: str, folders: Shared, prepared_folder: Path
 ) -> None:
-    with running_as_nobody(folders.theirs, interpreter, environment=_PREPARED) as program:
+    with running_as_nobody(folders.theirs, interpreter, environment=prepared()) as program:
         assert "through its control block" in finish(root_attaches(program, "--dry-run"))
         assert "main thread stopped 0.0 ms" in finish(root_attaches(program, "--for=0.2s"))
         wait_until(lambda: program.states == ["original", "woven", "original"])
@@ -301,7 +303,7 @@ def test_a_process_says_that_another_user_keeps_it_from_being_prepared(
     else:
         prepared_folder.mkdir(mode=0o700)
     try:
-        with running_as_nobody(folders.theirs, interpreter, environment=_PREPARED) as program:
+        with running_as_nobody(folders.theirs, interpreter, environment=prepared()) as program:
             wait_until(lambda: "original" in program.states)
             assert f"{prepared_folder} belongs to user 0" in program.said[0]
             assert "with ptrace" in finish(root_attaches(program, "--dry-run"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import shutil
@@ -21,12 +22,43 @@ from tests.support.attachable import ASPECTS, PROGRAM, SECONDS, Program
 from tests.support.processes import wait_until
 
 NOBODY = 65534
-_PATHS = [
-    str(Path(sgl_aspects.__file__).parent.parent),
-    *(path for path in sys.path if "site-packages" in path),
-]
-# As the installed command: the current folder is not on its path.
-_MAIN = f"import sys; sys.path[:0] = {_PATHS!r}; from sgl_aspects.cli.main import main; sys.exit(main())"
+
+
+@functools.cache
+def _paths() -> list[str]:
+    """Return folders with the package and what it imports, which every user can read.
+
+    A checkout in a private folder is copied, by hard links. Skips the test where that does not help.
+    """
+    package = Path(sgl_aspects.__file__).parent
+    found = [str(package.parent), *(path for path in sys.path if "site-packages" in path)]
+    if _can_read(found):
+        return found
+    top = tempfile.mkdtemp(dir="/tmp")
+    atexit.register(shutil.rmtree, top)
+    os.chmod(top, 0o755)
+    copies = [f"{top}/{number}" for number in range(len(found))]
+    os.mkdir(copies[0])
+    subprocess.run(["cp", "-rlL", str(package), copies[0]], check=False)
+    for path, copy in zip(found[1:], copies[1:]):
+        subprocess.run(["cp", "-rl", path, copy], check=False)
+    if not _can_read(copies):
+        pytest.skip(f"user nobody cannot read {package}, nor a copy of it")
+    return copies
+
+
+def package_folder() -> Path:
+    """Return the package's folder, or its copy, that every user can read."""
+    return Path(_paths()[0], "sgl_aspects")
+
+
+def _can_read(paths: Sequence[str]) -> bool:
+    found = interpreter()
+    program = f"import sys; sys.path[:0] = {[*paths]!r}; import sgl_aspects.cli.attach"
+    if found is None:
+        return False
+    with run_as_nobody([found, "-I", "-c", program], stderr=subprocess.DEVNULL) as process:
+        return process.wait() == 0
 
 
 def run_as_nobody(
@@ -111,14 +143,16 @@ def running_as_nobody(
 
 def root_command(*words: str, folder: Path | str = "/") -> subprocess.Popen[str]:
     """Start a command of sgl-aspects as root, as an installed one: without its folder on the path."""
-    found = require_two_users()
+    found, paths = require_two_users(), _paths()
+    # As the installed command: the current folder is not on its path.
+    main = f"import sys; sys.path[:0] = {paths!r}; from sgl_aspects.cli.main import main; sys.exit(main())"
     clean = {
         name: value for name, value in os.environ.items() if not name.startswith(("SGL_", "OTEL_", "PYTHON"))
     }
     return subprocess.Popen(
-        [found, "-I", "-c", _MAIN, *words],
+        [found, "-I", "-c", main, *words],
         cwd=folder,
-        env={**clean, "PYTHONPATH": os.pathsep.join(_PATHS)},
+        env={**clean, "PYTHONPATH": os.pathsep.join(paths)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
