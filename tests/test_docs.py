@@ -32,7 +32,7 @@ LONGEST_LINE = 140
 # given: the run of a process in this folder.
 WRAPPER = """#!/bin/sh
 case "$1 $*" in
-"ctl "*|"dump "*|"top "*|"report report -o"*)
+"control "*|"dump "*|"top "*|"report report -o"*)
     for ring in /dev/shm/sgl-aspects-*/*.ring; do
         process=${ring##*/}
         if [ "$(readlink /proc/${process%%-*}/cwd)" = "$PWD" ]; then run=${ring%/*}; fi
