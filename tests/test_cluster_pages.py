@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from sgl_aspects.cli.main import _parse
-
 yaml = pytest.importorskip("yaml")
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "cluster"
 
@@ -53,17 +51,3 @@ def test_whole_traces_reach_one_gateway() -> None:
     assert exporter["routing_key"] == "traceID"
     port = exporter["resolver"]["dns"]["port"]
     assert read("gateway.yaml")["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].endswith(f":{port}")
-
-
-def test_the_manifest_fits_together() -> None:
-    pod = read("kubernetes.yaml")["spec"]["template"]["spec"]
-    (engine,) = pod["containers"]
-    volumes = {volume["name"] for volume in pod["volumes"]}
-    for container in (*pod["initContainers"], engine):
-        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
-    variables = {variable["name"]: variable.get("value") for variable in engine["env"]}
-    (brought,) = pod["initContainers"]
-    assert variables["PYTHONPATH"] == brought["command"][brought["command"].index("--target") + 1]
-    module = engine["command"].index("sgl_aspects")
-    arguments = _parse(engine["command"][module + 1 :])
-    assert arguments.command[:4] == ["--", "python3", "-m", "sglang.launch_server"]
