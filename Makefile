@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # What pip builds: an environment is installed again when one of these has changed.
-BUILT := pyproject.toml constraints.txt setup.py $(wildcard sgl_aspects/tracing/native/*.[ch])
+BUILT := pyproject.toml constraints.txt setup.py $(wildcard sgl_aspects/tracing/record/native/*.[ch])
 
 # Otherwise each of the many processes of a test run would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -197,7 +197,7 @@ $(BACKENDS)/.ready: tests/requirements/backends.txt
 
 clean:
 	rm -rf $(VENV) $(VENV)-core-* $(SGLANG_VENV) $(SGLANG_WHEELS) $(VLLM_VENV) $(BACKENDS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
-	rm -f sgl_aspects/tracing/native/*.so
+	rm -f sgl_aspects/tracing/record/native/*.so
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-FOLDER = Path("sgl_aspects", "tracing", "native")
+FOLDER = Path("sgl_aspects", "tracing", "record", "native")
 FILES = sorted(FOLDER.glob("*.[ch]"))
-CHECKSUM = zlib.crc32(b"".join(path.read_bytes() for path in FILES))  # as native/__init__.py computes it
+CHECKSUM = zlib.crc32(b"".join(path.read_bytes() for path in FILES))  # as record/native computes it
 
 step_path = Extension(
-    "sgl_aspects.tracing.native._decode_path",
+    "sgl_aspects.tracing.record.native._decode_path",
     [str(path) for path in FILES if path.suffix == ".c"],
     depends=[str(path) for path in FILES if path.suffix == ".h"],
     define_macros=[("CHECKSUM", str(CHECKSUM))],

@@ -23,7 +23,7 @@ from benchmarks.turns import more
 from sgl_aspects.cli.models import ensure_model
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
-from sgl_aspects.tracing.collector.summary import TraceSummary
+from sgl_aspects.tracing.collect.summary import TraceSummary
 from sgl_aspects.tracing.session import attach
 
 WELL = ("well", "well again")

@@ -20,13 +20,13 @@ from opentelemetry.trace import SpanKind
 from benchmarks.collector import Shapes
 from benchmarks.steps import Stage
 from sgl_aspects.tracing import context
-from sgl_aspects.tracing.collector.join import Joiner
-from sgl_aspects.tracing.collector.run_reader import RunReader
-from sgl_aspects.tracing.collector.span_builder import engine_resource
+from sgl_aspects.tracing.collect.join import Joiner
+from sgl_aspects.tracing.collect.run_reader import RunReader
+from sgl_aspects.tracing.collect.span_builder import engine_resource
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.export.span import CollectedSpan
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSent
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 
 _BATCH = 512
 _SAMPLE = 2000

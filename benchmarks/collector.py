@@ -27,15 +27,15 @@ from typing import Any, NamedTuple
 from benchmarks.receiver import counted, receiver
 from benchmarks.spans import processor_seconds
 from sgl_aspects.tracing import attach, context
-from sgl_aspects.tracing.collector.join import Joiner
-from sgl_aspects.tracing.collector.process import _collect_garbage_seldom
-from sgl_aspects.tracing.collector.run_reader import RunReader
-from sgl_aspects.tracing.collector.span_builder import engine_resource
-from sgl_aspects.tracing.collector.summary import TraceSummary
+from sgl_aspects.tracing.collect.join import Joiner
+from sgl_aspects.tracing.collect.process import _collect_garbage_seldom
+from sgl_aspects.tracing.collect.run_reader import RunReader
+from sgl_aspects.tracing.collect.span_builder import engine_resource
+from sgl_aspects.tracing.collect.summary import TraceSummary
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.lifecycle.requests import Chunk, RequestTracker
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSent
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.schema import DETOKENIZE, REQUEST, STEP, TOKENIZE
 
 _BATCH = 512

@@ -31,7 +31,7 @@ from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime import SamplingParams, ServerArgs
 from sgl_aspects.runtime.messages import TokenizedRequest
 from sgl_aspects.tracing import attach
-from sgl_aspects.tracing.ring import format as ring_format
+from sgl_aspects.tracing.record import format as ring_format
 
 PAGE = Path(__file__).resolve().parent / "results" / "tracing-on-a-gpu.md"
 MARK = "bench.forward"

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sgl_aspects.tracing import native
+from sgl_aspects.tracing.record import native
 
 _SIGNAL = signal.SIGRTMIN + 3
 clock = time.perf_counter_ns

@@ -30,10 +30,10 @@ from benchmarks.spans import processor_seconds
 from benchmarks.switch import Switch
 from benchmarks.turns import Pair, alternate, more
 from sgl_aspects.cli.models import ensure_model
+from sgl_aspects.run.control import Control, write_control
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
-from sgl_aspects.tracing.control import Control, write_control
-from sgl_aspects.tracing.ring import format as ring_format
+from sgl_aspects.tracing.record import format as ring_format
 from sgl_aspects.tracing.session import TraceSession, attach
 
 NOTHING, ATTACHED = "nothing", "attached"

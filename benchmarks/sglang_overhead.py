@@ -37,7 +37,8 @@ from benchmarks.step_times import StepTimes, thread_mean
 from benchmarks.switch import Switch
 from benchmarks.turns import compare, interval, step_aside
 from sgl_aspects.cli.models import ensure_model
-from sgl_aspects.tracing.control import Control, runs, write_control
+from sgl_aspects.run.control import Control, write_control
+from sgl_aspects.run.folder import runs
 from tests.support import sglang_server
 from tests.support.engine_server import EngineServer
 from tests.support.sglang_models import hugging_face_folder

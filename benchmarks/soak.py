@@ -30,10 +30,10 @@ import psutil
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from benchmarks.memory_growth import WARM_UP_SHARE, Growth, Watched, watch
+from sgl_aspects.run.collector import collector_state
+from sgl_aspects.run.folder import runs
 from sgl_aspects.tracing import schema
-from sgl_aspects.tracing.control import runs
-from sgl_aspects.tracing.ring.format import SUFFIX
-from sgl_aspects.tracing.run_folder import collector_state
+from sgl_aspects.tracing.record.format import SUFFIX
 from tests.support.distributions import install
 from tests.support.http_server import LOCAL, Server, serving
 from tests.support.processes import wait_until

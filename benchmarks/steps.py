@@ -26,8 +26,8 @@ from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS
-from sgl_aspects.tracing.ring import format as layout
-from sgl_aspects.tracing.ring.recorder import RingRecorder
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 
 LEVELS = (1, 2, 3)
 EVICTED_BYTES = 64 << 20

@@ -110,7 +110,7 @@ def _register_declared_hooks() -> None:
 def _write_report() -> None:
     if env.text("SGL_ASPECTS_REPORT") is None:
         return
-    from sgl_aspects import process_reports
+    from sgl_aspects.run import process_reports
 
     process_reports.write_from_environment()
 

@@ -62,7 +62,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 @pytest.fixture(scope="session", autouse=True)
 def _environment() -> Iterator[None]:
     """Tests run without the tracing settings of the user's shell, and say once what was not compiled."""
-    from sgl_aspects.tracing import native
+    from sgl_aspects.tracing.record import native
 
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
@@ -156,3 +156,9 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     stand_in.forget()
     assert left_over == ()
     assert sys.meta_path == finders
+
+
+@pytest.fixture
+def exports_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export what ends within a tenth of a second: the default delay is 5 s."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")

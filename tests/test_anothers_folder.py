@@ -10,9 +10,9 @@ import pytest
 
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.run.folder import make_run_folder, remove_run_folder
 from sgl_aspects.runtime.dispatch.live import folder_of_environment, prepare_folder
 from sgl_aspects.tracing import attach
-from sgl_aspects.tracing.run_folder import make_run_folder, remove_run_folder
 from tests.support.other_user import NOBODY, Shared, shared_folders
 from tests.support.sessions import begin
 
@@ -53,7 +53,7 @@ def test_another_users_runtime_folder_is_not_used(
     folders: Shared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folders.theirs))
-    monkeypatch.setattr("sgl_aspects.tracing.run_folder._has_room", lambda folder: folder != "/dev/shm")
+    monkeypatch.setattr("sgl_aspects.run.folder._has_room", lambda folder: folder != "/dev/shm")
     folder = make_run_folder()
     try:
         assert folders.theirs not in Path(folder).parents

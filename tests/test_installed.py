@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 _RECORDS = """
 from sgl_aspects.tracing import native
-from sgl_aspects.tracing.ring.recorder import RingRecorder
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 import os, sgl_aspects.runtime.server_args, sgl_aspects.platforms.identity, sys, tempfile
 print(native.state())
 with tempfile.TemporaryDirectory() as folder:

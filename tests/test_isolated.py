@@ -11,7 +11,8 @@ import pytest
 
 from sgl_aspects import isolated
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing.run_folder import CollectorProcess, make_run_folder, remove_run_folder
+from sgl_aspects.run.collector import CollectorProcess
+from sgl_aspects.run.folder import make_run_folder, remove_run_folder
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support.attachable import python_of
 from tests.support.processes import wait_until
@@ -36,7 +37,9 @@ def test_a_collector_runs_no_module_of_the_engines_current_folder(
     try:
         # Its packages may be of another version of Python: that it ends is enough.
         with contextlib.suppress(ConfigError):
-            collector = CollectorProcess(folder, TraceSettings.from_environment(), {"PATH": "/usr/bin:/bin"})
+            settings = TraceSettings.from_environment()
+            environment = settings.collector_environment({"PATH": "/usr/bin:/bin"})
+            collector = CollectorProcess(folder, environment, settings.prints())
             collector.ask_to_end()
             wait_until(lambda: collector.has_ended)
             collector.abandon()

@@ -87,7 +87,7 @@ def test_the_wheel_holds_the_report_page(wheel: Path) -> None:
 
 
 def test_the_wheel_holds_the_compiled_step_path_without_its_sources(wheel: Path) -> None:
-    folder = "sgl_aspects/tracing/native/"
+    folder = "sgl_aspects/tracing/record/native/"
     held = {
         name.removeprefix(folder) for name in zipfile.ZipFile(wheel).namelist() if name.startswith(folder)
     }

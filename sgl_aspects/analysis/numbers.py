@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sgl_aspects.analysis.spans import Span
 from sgl_aspects.tracing import schema
-from sgl_aspects.tracing.collector.step_time import AddedTime
+from sgl_aspects.tracing.export.step_time import AddedTime
 
 STEP = schema.STEP.name
 #: The scheduler's names of its batches, and the phase of each. Mixed steps do some of both.

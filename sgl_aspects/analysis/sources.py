@@ -78,8 +78,8 @@ def load_run(source: str | None) -> Run:
 
 
 def _of_rings(folder: str | None) -> Run:
-    from sgl_aspects.tracing.collector.dump import spans_of
-    from sgl_aspects.tracing.control import rings
+    from sgl_aspects.tracing.collect.dump import spans_of
+    from sgl_aspects.tracing.collect.rings import rings
 
     found = list(rings(folder))
     try:

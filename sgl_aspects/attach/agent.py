@@ -18,8 +18,8 @@ from typing import Any
 import sgl_aspects as aspects
 from sgl_aspects import compat, config, engines, env
 from sgl_aspects.errors import AspectsError, AttachError
+from sgl_aspects.run.collector import collector_state
 from sgl_aspects.tracing import session as tracing
-from sgl_aspects.tracing.run_folder import collector_state
 from sgl_aspects.weaving import Pieces, in_pieces, weaver
 
 _CHECK_SECONDS = 1.0

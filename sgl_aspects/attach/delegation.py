@@ -30,8 +30,8 @@ from sgl_aspects import isolated
 from sgl_aspects.attach.owner import Owner
 from sgl_aspects.attach.process_tree import Process
 from sgl_aspects.errors import AttachError
+from sgl_aspects.run.collector import is_for_collector
 from sgl_aspects.terminal import printable
-from sgl_aspects.tracing.run_folder import is_for_collector
 
 _READ_BYTES = 1 << 16
 _LOOK_SECONDS = 0.1

@@ -27,8 +27,8 @@ from sgl_aspects.attach.permissions import check, explained
 from sgl_aspects.attach.process_tree import Process, read_process
 from sgl_aspects.errors import AttachError
 from sgl_aspects.files import write_private
-from sgl_aspects.tracing.control import runs
-from sgl_aspects.tracing.run_folder import collector_state, hold_run, make_run_folder, remove_run_folder
+from sgl_aspects.run.collector import collector_state
+from sgl_aspects.run.folder import hold_run, make_run_folder, remove_run_folder, runs
 
 FOLDER = "attach"
 _PROCESSES = "processes.json"

@@ -18,8 +18,8 @@ from sgl_aspects.attach.permissions import check
 from sgl_aspects.attach.process_tree import Process, engine_tree
 from sgl_aspects.cli.run import add_trace_arguments, trace_environment
 from sgl_aspects.errors import AttachError
-from sgl_aspects.tracing.collector.summary import TraceSummary
-from sgl_aspects.tracing.run_folder import CollectorProcess
+from sgl_aspects.run.collector import CollectorProcess
+from sgl_aspects.tracing.collect.summary import TraceSummary
 from sgl_aspects.tracing.settings import TraceSettings
 
 _LEVEL = "3"
@@ -120,7 +120,9 @@ def _attach(
             # After the first ring exists: a collector would take a run without rings for ended. Before that
             # ring is full.
             if collector is None and not answers[-1].error:
-                collector = CollectorProcess(str(run.folder), settings, environment)
+                collector = CollectorProcess(
+                    str(run.folder), settings.collector_environment(environment), settings.prints()
+                )
         if collector is None:
             raise AttachError(f"nothing is attached to: {answers[0].error}")
         until = f"for {arguments.seconds:g} s" if arguments.seconds else "until Ctrl-C"

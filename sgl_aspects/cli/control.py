@@ -12,8 +12,9 @@ from pathlib import Path
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing.control import Control, read_control, rings, write_control, write_run_control
-from sgl_aspects.tracing.run_folder import collector_state, how_to_start
+from sgl_aspects.run.collector import collector_state, how_to_start
+from sgl_aspects.run.control import Control, read_control, write_control, write_run_control
+from sgl_aspects.tracing.collect.rings import rings
 
 
 def _share(text: str) -> float:

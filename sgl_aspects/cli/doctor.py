@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from sgl_aspects.cli.hooks import add_source, reports
-from sgl_aspects.process_reports import ProcessReport
-from sgl_aspects.tracing import native
+from sgl_aspects.run.process_reports import ProcessReport
+from sgl_aspects.tracing.record import native
 from sgl_aspects.weaving import HookReport, State
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sgl_aspects.cli.control import add_run_choice
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.files import private
-from sgl_aspects.tracing.control import rings
+from sgl_aspects.tracing.collect.rings import rings
 
 _FORMATS = ("text", "otlp-json", "perfetto")
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from sgl_aspects.tracing.collector import dump
+    from sgl_aspects.tracing.collect import dump
 
     found = list(rings(arguments.folder, arguments.pid))
     spans = dump.spans_of(found, arguments.last)

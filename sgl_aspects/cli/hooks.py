@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterable
 
-from sgl_aspects.process_reports import ProcessReport, read_all
+from sgl_aspects.run.process_reports import ProcessReport, read_all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from sgl_aspects import bootstrap, config, env, process_reports
+from sgl_aspects import bootstrap, config, env
 from sgl_aspects.bootstrap import dormant
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.run import process_reports
 
 _TRACE, _RUN = "ASPECTS_TRACE", "ASPECTS_TRACE_RUN"
 # Requests alone: steps, each with a trace of its own, would flood a backend's list. `control` adds them.

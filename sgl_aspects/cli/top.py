@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sgl_aspects.cli.arguments import positive_integer
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing.control import rings
+from sgl_aspects.tracing.collect.rings import rings
 
 if TYPE_CHECKING:
     from sgl_aspects.view.live import LiveRun

@@ -7,7 +7,7 @@ import importlib.metadata
 import platform
 
 from sgl_aspects import __version__
-from sgl_aspects.tracing import native
+from sgl_aspects.tracing.record import native
 
 STANDS_ON = (
     "wrapt",

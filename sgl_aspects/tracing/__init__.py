@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sgl_aspects.tracing.collector.summary import TraceSummary
+    from sgl_aspects.tracing.collect.summary import TraceSummary
     from sgl_aspects.tracing.session import TraceSession, attach
 
 __all__ = ["TraceSession", "TraceSummary", "attach"]
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sgl_aspects.tracing import session
-    from sgl_aspects.tracing.collector import summary
+    from sgl_aspects.tracing.collect import summary
 
     found = getattr(summary if name == "TraceSummary" else session, name)
     globals()[name] = found

@@ -122,6 +122,6 @@ class ProcessDescribed(NamedTuple):
     attributes: dict[str, AttributeValue]
 
 
-#: The rarer records; spans are written separately (:mod:`.recorder`).
+#: The rarer records; spans are written separately (:mod:`.record.recorder`).
 Event: TypeAlias = "RequestBegin | RequestSent | RequestSeen | RequestElsewhere | ProcessDescribed"
 Record: TypeAlias = "Event | SpanBegin | SpanEnd"

@@ -21,18 +21,18 @@ from sgl_aspects import __version__
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import Opened, TraceContext, enter
 from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
-from sgl_aspects.tracing.recorder import SpanWriter, id_source, span_writer
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record.open_steps import OpenSteps
+from sgl_aspects.tracing.record.recorder import SpanWriter, id_source, span_writer
+from sgl_aspects.tracing.record.steps import spans_of
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
-from sgl_aspects.tracing.ring import format as layout
-from sgl_aspects.tracing.ring.open_steps import OpenSteps
-from sgl_aspects.tracing.ring.steps import spans_of
 
 # Cap on spans whose parent has not come, and on requests that never ended.
 _KEPT = 4096
 
 
 class SdkRecorder:
-    """A :class:`~sgl_aspects.tracing.recorder.Recorder` over OpenTelemetry's global provider."""
+    """A :class:`~sgl_aspects.tracing.record.recorder.Recorder` over OpenTelemetry's global provider."""
 
     def __init__(self, level: int) -> None:
         self.level = level

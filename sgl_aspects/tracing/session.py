@@ -14,21 +14,15 @@ from typing import TYPE_CHECKING
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing import native
-from sgl_aspects.tracing.collector.summary import TraceSummary
+from sgl_aspects.run.collector import CollectorProcess
+from sgl_aspects.run.folder import RunHold, hold_run, make_run_folder, remove_run_folder, seal_run
+from sgl_aspects.tracing.collect.summary import TraceSummary
 from sgl_aspects.tracing.export.prometheus_port import require_port
 from sgl_aspects.tracing.logs import correlate_logs
 from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.options import TraceOptions
-from sgl_aspects.tracing.ring.recorder import RingRecorder
-from sgl_aspects.tracing.run_folder import (
-    CollectorProcess,
-    RunHold,
-    hold_run,
-    make_run_folder,
-    remove_run_folder,
-    seal_run,
-)
+from sgl_aspects.tracing.record import native
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.settings import TraceSettings
 
 if TYPE_CHECKING:
@@ -104,7 +98,9 @@ class TraceSession:
             self.recorder = ring = RingRecorder(self.run_folder, settings.level, sample)
             try:
                 ring.open()
-                self._collector = CollectorProcess(self.run_folder, settings, environment)
+                self._collector = CollectorProcess(
+                    self.run_folder, settings.collector_environment(environment), settings.prints()
+                )
             except BaseException:
                 self._release()
                 self.recorder.close()

@@ -29,7 +29,7 @@
 ``OTEL_EXPORTER_OTLP_PROTOCOL``         http/protobuf or grpc (``..._TRACES_PROTOCOL`` and
                                         ``..._METRICS_PROTOCOL`` go first)
 ``OTEL_EXPORTER_OTLP_ENDPOINT``         and every other OTLP variable: read by OpenTelemetry's exporters, and
-                                        checked before (:mod:`~sgl_aspects.tracing.export.variables`), as are
+                                        checked before (:mod:`~sgl_aspects.tracing.variables`), as are
                                         ``OTEL_BSP_…``, ``OTEL_METRIC_EXPORT_…`` and the limits of spans
 ``OTEL_SERVICE_NAME``                   and ``OTEL_RESOURCE_ATTRIBUTES``: read by OpenTelemetry's SDK
 ``OTEL_SDK_DISABLED``                   true turns everything off
@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,13 +48,13 @@ from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.packages import install_command
 from sgl_aspects.tracing.content import ContentCapture
-from sgl_aspects.tracing.export.variables import check_exported, check_otlp
 from sgl_aspects.tracing.sampling import (
     PARENT_DECIDES,
     Sampler,
     sampler_from_environment,
     takes_callers_context,
 )
+from sgl_aspects.tracing.variables import check_exported, check_otlp, normalise
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -244,8 +244,18 @@ class TraceSettings:
         """Return whether an exporter may write to standard output: the console's, and third-party ones."""
         return not {*self.exporters, *self.metric_exporters} <= _SILENT
 
+    def collector_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment in which ``from_environment`` makes these settings, for the collector."""
+        values = {**environment, **self.overrides()}
+        normalise(values)
+        values.pop(env.spelled("SGL_ASPECTS_TRACE_RUN", values), None)
+        values["SGL_ASPECTS_TRACE"] = "off"  # the collector is not traced itself
+        values.pop(env.spelled("SGL_ASPECTS_RUN", values), None)  # plugins are for the engine's processes
+        for name in ("SGL_ASPECTS_API_KEY", "ASPECTS_API_KEY"):  # the server's own
+            values.pop(name, None)
+        return values
+
     def overrides(self) -> dict[str, str]:
-        """Return the variables from which ``from_environment`` in the collector makes these settings."""
         values = {
             "SGL_ASPECTS_TRACE_FLUSH_SECONDS": str(self.flush_seconds),
             "SGL_ASPECTS_TRACE_KEEP": "1" if self.keep_run_folder else "0",

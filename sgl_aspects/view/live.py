@@ -16,13 +16,14 @@ from typing import Any
 
 from sgl_aspects.analysis.numbers import PHASES, STEP
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.run.control import Control, read_control, write_control, write_run_control
 from sgl_aspects.tracing import schema
-from sgl_aspects.tracing.collector.step_time import AddedTime
-from sgl_aspects.tracing.control import Control, read_control, rings, write_control, write_run_control
+from sgl_aspects.tracing.collect.reader import RingReader
+from sgl_aspects.tracing.collect.rings import rings
+from sgl_aspects.tracing.export.step_time import AddedTime
+from sgl_aspects.tracing.record.decoder import DamagedError
+from sgl_aspects.tracing.record.format import SUFFIX
 from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
-from sgl_aspects.tracing.ring.decoder import DamagedError
-from sgl_aspects.tracing.ring.format import SUFFIX
-from sgl_aspects.tracing.ring.reader import RingReader
 
 REQUEST_PHASES = ("queue", "prefill", "decode")
 STEP_PARTS = tuple(

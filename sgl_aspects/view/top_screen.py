@@ -11,9 +11,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from sgl_aspects.run.collector import collector_state
+from sgl_aspects.run.control import Control
 from sgl_aspects.tracing import schema
-from sgl_aspects.tracing.control import Control
-from sgl_aspects.tracing.run_folder import collector_state
 from sgl_aspects.view.live import REQUEST_PHASES, STEP_PARTS, LiveRun, Request, Second
 from sgl_aspects.view.text import duration, one_line
 

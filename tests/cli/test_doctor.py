@@ -13,8 +13,8 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import HookType
 from sgl_aspects.cli.doctor import diagnose
-from sgl_aspects.process_reports import ProcessReport
-from sgl_aspects.tracing import native
+from sgl_aspects.run.process_reports import ProcessReport
+from sgl_aspects.tracing.record import native
 from tests.support.distributions import install
 from tests.support.woven_modules import advice, module_of
 

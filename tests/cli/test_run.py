@@ -172,7 +172,7 @@ def test_how_a_program_is_debugged_does_not_concern_its_collector(tmp_path: Path
     done = sgl_aspects_run(tmp_path, sys.executable, "-c", "", options=options, PYTHONPROFILEIMPORTTIME="1")
     assert "spans recorded" in done.stderr
     assert "sgl_aspects.tracing.session" in done.stderr
-    assert "sgl_aspects.tracing.collector.process" not in done.stderr
+    assert "sgl_aspects.tracing.collect.process" not in done.stderr
 
 
 @pytest.mark.parametrize("options", ["-I", "-E", "-S", "-u -Bc -I", "-Ic", "-X dev", "-c -I", "-mI"])

@@ -20,7 +20,7 @@ from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk
 from sgl_aspects.tracing.lifecycle.steps import figure, pack_queues, usage_figure
 from sgl_aspects.tracing.options import TraceOptions
-from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.view.live import LiveRun
 from sgl_aspects.view.payload import payload_of
 from sgl_aspects.view.top_screen import screen

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
+
+import pytest
 
 from sgl_aspects.analysis.sources import Run
 from sgl_aspects.engines import BUILT_IN
@@ -56,17 +59,20 @@ def test_the_table_grants_what_is_used_and_no_more() -> None:
     assert not {room: names for room, names in unused.items() if names}
 
 
-def test_parts_of_the_runtime_import_what_their_row_names_from_the_rows_above() -> None:
-    """A part is a folder or a module of runtime/; docs/architecture.md lists them from the lowest up."""
+@pytest.mark.parametrize(
+    ("room", "folder"), [("runtime", ROOT / "runtime"), ("tracing", PACKAGE / "tracing")]
+)
+def test_parts_of_a_room_import_what_their_row_names_from_the_rows_above(room: str, folder: Path) -> None:
+    """A part is a folder or a module of the room; docs/architecture.md lists them from the lowest up."""
     rows = re.findall(
-        r"^\| `runtime/(\w+)(?:/|\.py)` \| [^|]+ \| ([^|]*)\|$",
+        rf"^\| `{room}/(\w+)(?:/|\.py)` \| [^|]+ \| ([^|]*)\|$",
         (ROOT / "docs" / "architecture.md").read_text(),
         re.MULTILINE,
     )
     used: dict[str, set[str]] = {}
-    for path in (ROOT / "runtime").rglob("*.py"):
-        part = path.relative_to(ROOT / "runtime").parts[0].removesuffix(".py")
-        names = [name.split(".") for _, name in imported(path) if name.startswith("sgl_aspects.runtime.")]
+    for path in folder.rglob("*.py"):
+        part = path.relative_to(folder).parts[0].removesuffix(".py")
+        names = [name.split(".") for _, name in imported(path) if name.startswith(f"sgl_aspects.{room}.")]
         used.setdefault(part, set()).update(name[2] for name in names if name[2] != part)
     used.pop("__init__")  # the public API of all of them
     assert {part: set(re.findall(r"`(\w+)`", names)) for part, names in rows} == used
@@ -112,33 +118,6 @@ def test_an_engines_name_and_its_classes_stand_only_in_its_own_room() -> None:
                 kept = re.sub(rf"\b({'|'.join(PUBLIC_NAMES)})\b", "", text)
                 if found.search(kept):
                     faults.append(f"{relative}:{line}: {text!r} is {name}'s")
-    assert not faults, "\n".join(faults)
-
-
-# Within tracing, low to high: a layer imports its own and those before it.
-TRACING = (
-    ("records", "schema"),
-    ("content", "options", "context"),
-    ("sampling", "recorder", "logs", "native", "ring", "control", "settings", "export", "run_folder"),
-    ("lifecycle", "observers"),
-    ("collector", "sdk"),
-    ("session", "plugin"),
-)
-# The starter of a collector uses its options and its summary; the metrics use one of its sums.
-UPWARD = {("run_folder", "collector"), ("settings", "collector"), ("export", "collector")}
-
-
-def test_layers_of_tracing_point_one_way() -> None:
-    height = {name: number for number, layer in enumerate(TRACING) for name in layer}
-    faults = []
-    for path in (PACKAGE / "tracing").rglob("*.py"):
-        own = path.relative_to(PACKAGE / "tracing").parts[0].removesuffix(".py")
-        for line, name in imported(path):
-            parts = name.split(".")
-            if parts[:2] != ["sgl_aspects", "tracing"] or own == "__init__" or len(parts) < 3:
-                continue
-            if height.get(parts[2], 0) > height[own] and (own, parts[2]) not in UPWARD:
-                faults.append(f"{path}:{line}: {own} imports {name}")
     assert not faults, "\n".join(faults)
 
 

@@ -6,8 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-from sgl_aspects.tracing.ring.reader import RingReader
-from sgl_aspects.tracing.run_folder import collector_state
+from sgl_aspects.run.collector import collector_state
+from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.session import TraceSession
 from tests.support.processes import wait_until
 

@@ -28,7 +28,7 @@ def forking() -> Iterator[None]:
     names = ("DEVNULL", "SubprocessError")
     fake = types.SimpleNamespace(run=_run, **{name: getattr(subprocess, name) for name in names})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sgl_aspects.tracing.run_folder.subprocess", fake)
+        patch.setattr("sgl_aspects.run.collector.subprocess", fake)
         yield
 
 
@@ -62,7 +62,7 @@ def _parent() -> socket.socket:
 def _serve(asked: socket.socket) -> None:
     import gc
 
-    import sgl_aspects.tracing.collector.process
+    import sgl_aspects.tracing.collect.process
     import sgl_aspects.tracing.export.otlp  # noqa: F401
 
     gc.freeze()
@@ -79,7 +79,7 @@ def _serve(asked: socket.socket) -> None:
 
 
 def _keep(files: list[int], words: list[str], env: dict[str, str], folder: str) -> NoReturn:
-    from sgl_aspects.tracing.collector import keeper
+    from sgl_aspects.run import keeper
 
     report = 3
     os.setsid()
@@ -101,7 +101,7 @@ def _keep(files: list[int], words: list[str], env: dict[str, str], folder: str) 
 def _collect(command: list[str]) -> int:
     if child := os.fork():
         return child
-    from sgl_aspects.tracing.collector.process import main
+    from sgl_aspects.tracing.collect.process import main
 
     code = 1
     try:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_aspects.tracing.context import enter_span
-from sgl_aspects.tracing.recorder import SpanWriter, span_writer
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record.open_steps import OpenSteps
+from sgl_aspects.tracing.record.recorder import SpanWriter, span_writer
+from sgl_aspects.tracing.record.steps import spans_of
 from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
-from sgl_aspects.tracing.ring import format as layout
-from sgl_aspects.tracing.ring.open_steps import OpenSteps
-from sgl_aspects.tracing.ring.steps import spans_of
 
 
 @dataclass

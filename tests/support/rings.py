@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, RequestSent, SpanType
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.schema import REQUEST
 
 STEP = SpanType("step", {"mode": str, "size": int, "usage": float, "last": bool, "none": int})

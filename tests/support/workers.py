@@ -31,8 +31,8 @@ def record_like_a_scheduler(folder: str, rids: list[str], ending: str) -> None:
     import signal
     import time
 
+    from sgl_aspects.tracing.record.ring_recorder import RingRecorder
     from sgl_aspects.tracing.records import RequestSeen, SpanType
-    from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder)
     step, queue = SpanType("scheduler.step", {"sgl_aspects.batch.size": int}), SpanType("queue")
@@ -141,8 +141,8 @@ def record_until_killed(folder: str, count: int, roots: int = 0) -> None:
     """
     import time
 
+    from sgl_aspects.tracing.record.ring_recorder import RingRecorder
     from sgl_aspects.tracing.records import SpanType
-    from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder)
     small = SpanType("small", {"number": int, "half": float, "mode": str})
@@ -168,8 +168,8 @@ def record_until_killed(folder: str, count: int, roots: int = 0) -> None:
 
 def record_spans(folder: str, first: int, count: int, roots: bool = False) -> None:
     """Records spans with the ids after ``first``; ``roots``: each in a trace of its own."""
+    from sgl_aspects.tracing.record.ring_recorder import RingRecorder
     from sgl_aspects.tracing.records import SpanType
-    from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder)
     write = recorder.spans(SpanType("plain", {"number": int}))
@@ -183,9 +183,9 @@ def record_for_ever(folder: str) -> None:
     """Records spans 1, 2, 3 … as if a collector had taken all of them at once, until it is killed."""
     import time
 
+    from sgl_aspects.tracing.record import format as ring_format
+    from sgl_aspects.tracing.record.ring_recorder import RingRecorder
     from sgl_aspects.tracing.records import SpanType
-    from sgl_aspects.tracing.ring import format as ring_format
-    from sgl_aspects.tracing.ring.recorder import RingRecorder
 
     recorder = RingRecorder(folder)
     write = recorder.spans(SpanType("plain", {"number": int, "text": str}))
@@ -203,7 +203,7 @@ def record_by_level(folder: str, ends: bool = False) -> None:
     """Makes a ring of level 3 in ``folder``, and waits to be killed unless it ``ends``."""
     import time
 
-    from sgl_aspects.tracing.ring.recorder import RingRecorder
+    from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 
     recorder = RingRecorder(folder, 3)
     recorder.open()
@@ -216,8 +216,8 @@ def serve_like_an_engine(folder: str, connection: Connection) -> None:
     import time
 
     from sgl_aspects.tracing import context
+    from sgl_aspects.tracing.record.ring_recorder import RingRecorder
     from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
-    from sgl_aspects.tracing.ring.recorder import RingRecorder
     from sgl_aspects.tracing.schema import DECODE, PREFILL, QUEUE, REQUEST, STEP
 
     recorder = RingRecorder(folder, level=3)

@@ -14,9 +14,3 @@ def receiver() -> Iterator[Receiver]:
     """An OTLP/HTTP backend."""
     with http_receiver() as running:
         yield running
-
-
-@pytest.fixture
-def exports_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Export what ends within a tenth of a second: the default delay is 5 s."""
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")

@@ -17,11 +17,11 @@ import pytest
 
 from sgl_aspects.cli.main import main
 from sgl_aspects.tracing import attach, context
-from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.record import format as ring_format
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, SpanEnd, SpanType
-from sgl_aspects.tracing.ring import format as ring_format
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.support import workers
 from tests.support.collectors import has_delivered, kill_collector, kill_collector_for_good
 from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of

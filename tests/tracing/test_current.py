@@ -23,12 +23,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sgl_aspects.tracing import context
-from sgl_aspects.tracing.collector.join import Joiner
-from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collect.join import Joiner
+from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.logs import correlate_logs
 from sgl_aspects.tracing.observers import weave_observers
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import SpanType
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.sdk import SdkRecorder
 from sgl_aspects.weaving import weaver
 from tests.support.distributions import install

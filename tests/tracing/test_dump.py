@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.tracing import attach
-from sgl_aspects.tracing.collector import dump
-from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collect import dump
+from sgl_aspects.tracing.collect.reader import RingReader
+from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.record import format as ring_format
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanType
-from sgl_aspects.tracing.ring import format as ring_format
-from sgl_aspects.tracing.ring.reader import RingReader
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.support import workers
 from tests.support.otlp_receiver import spans_of
 from tests.support.processes import command, wait_until

@@ -22,8 +22,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from sgl_aspects.tracing import TraceSession, attach
+from sgl_aspects.tracing.record import format as ring_format
 from sgl_aspects.tracing.records import SpanType
-from sgl_aspects.tracing.ring import format as ring_format
 from tests.support import workers
 from tests.support.collectors import kill_collector_for_good
 from tests.support.otlp_receiver import spans_of

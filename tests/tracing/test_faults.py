@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sgl_aspects.tracing.control import runs
-from sgl_aspects.tracing.run_folder import collector_state
+from sgl_aspects.run.collector import collector_state
+from sgl_aspects.run.folder import runs
 from tests.support.http_server import Server, serving
 from tests.support.otlp_receiver import Span, spans_of
 from tests.support.processes import wait_until, wait_until_gone

@@ -21,8 +21,8 @@ from sgl_aspects.tracing.lifecycle.requests import Chunk
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS
-from sgl_aspects.tracing.ring.format import SAMPLE_ALL
-from sgl_aspects.tracing.ring.open_steps import OpenSteps
+from sgl_aspects.tracing.record.format import SAMPLE_ALL
+from sgl_aspects.tracing.record.open_steps import OpenSteps
 from sgl_aspects.tracing.schema import DEVICE_TIME, GRAPH
 from tests.support import stand_ins
 from tests.support.memory_recorder import Memory

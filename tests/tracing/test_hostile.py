@@ -18,15 +18,15 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from sgl_aspects.tracing.collector import dump
-from sgl_aspects.tracing.collector.join import Joiner
-from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collect import dump
+from sgl_aspects.tracing.collect.join import Joiner
+from sgl_aspects.tracing.collect.reader import RingReader
+from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.record import format as ring_format
+from sgl_aspects.tracing.record.decoder import DamagedError
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanEnd, SpanType
-from sgl_aspects.tracing.ring import format as ring_format
-from sgl_aspects.tracing.ring.decoder import DamagedError
-from sgl_aspects.tracing.ring.reader import RingReader
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.support.rings import PLAIN, read_all, record_everything
 
 SLOTS = 256

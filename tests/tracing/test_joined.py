@@ -13,11 +13,13 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from sgl_aspects.tracing import attach, context, schema
-from sgl_aspects.tracing.collector import join
-from sgl_aspects.tracing.collector.join import Joiner
-from sgl_aspects.tracing.collector.tail import TailChoice
+from sgl_aspects.tracing.collect import join
+from sgl_aspects.tracing.collect.join import Joiner
+from sgl_aspects.tracing.collect.reader import RingReader
+from sgl_aspects.tracing.collect.tail import TailChoice
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.export.span import CollectedSpan
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import (
     ProcessDescribed,
     RequestBegin,
@@ -28,8 +30,6 @@ from sgl_aspects.tracing.records import (
     SpanEnd,
     SpanType,
 )
-from sgl_aspects.tracing.ring.reader import RingReader
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.schema import STEP
 from tests.support.otlp_receiver import Receiver, below
 from tests.support.processes import wait_until

@@ -14,11 +14,11 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from sgl_aspects.tracing import attach
-from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collect.reader import RingReader
+from sgl_aspects.tracing.collect.run_reader import RunReader
+from sgl_aspects.tracing.record import format as ring_format
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import SpanEnd
-from sgl_aspects.tracing.ring import format as ring_format
-from sgl_aspects.tracing.ring.reader import RingReader
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.support.collectors import kill_collector
 from tests.support.otlp_receiver import Span, serving, spans_of
 from tests.support.processes import wait_until

@@ -265,7 +265,7 @@ def test_a_collector_started_again_counts_nothing_twice(
 def test_drops_are_counted_once_over_restarts(tmp_path: Path) -> None:
     from opentelemetry.sdk.resources import Resource
 
-    from sgl_aspects.tracing.collector.reported_metrics import CollectorMetrics
+    from sgl_aspects.tracing.collect.reported_metrics import CollectorMetrics
 
     class Reader:
         dropped = 0
@@ -366,8 +366,8 @@ def test_without_metrics_untraced_steps_leave_nothing(tmp_path: Path) -> None:
 def steps_in(folder: str) -> int:
     import shutil
 
+    from sgl_aspects.tracing.collect.reader import RingReader
     from sgl_aspects.tracing.records import SpanEnd
-    from sgl_aspects.tracing.ring.reader import RingReader
 
     count = 0
     for path in Path(folder).glob("*.ring"):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_aspects.tracing import native
-from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record import native
 from tests.support.builds import build, is_compiled
 from tests.support.tree import PACKAGE, ROOT
 
@@ -26,13 +26,13 @@ from sgl_aspects.weaving import Advice, HookType, Target, weave as weave_advice
 from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.runtime.core import ForwardMode
 from sgl_aspects.tracing import native
-from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS
-from sgl_aspects.tracing.ring import format as layout
-from sgl_aspects.tracing.ring.recorder import RingRecorder
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from tests.support.rings import read_all
 
 recorded, timed = [], []
@@ -176,14 +176,14 @@ def test_both_ways_record_the_same_steps(tmp_path: Path) -> None:
 
 
 def test_the_c_files_have_the_layout_of_the_ring() -> None:
-    text = (PACKAGE / "tracing" / "native" / "layout.h").read_text()
+    text = (PACKAGE / "tracing" / "record" / "native" / "layout.h").read_text()
     numbers = {name: int(number) for name, number in re.findall(r"#define (\w+) (\d+)ull", text)}
     assert len(numbers) == text.count("#define")
     assert numbers == {name: getattr(layout, name) for name in numbers}
 
 
 def test_the_reason_why_it_is_not_in_use() -> None:
-    module = "sys.modules['sgl_aspects.tracing.native._decode_path']"
+    module = "sys.modules['sgl_aspects.tracing.record.native._decode_path']"
     # The launcher sets the short name.
     assert state(ASPECTS_NATIVE="off") == "not in use: SGL_ASPECTS_NATIVE is off"
     assert state(f"{module} = None").startswith("not in use: it was not built for this Python: install sgl")
@@ -219,5 +219,5 @@ def test_without_a_compiler_the_package_is_built_in_python(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     built = build(sys.executable, tmp_path / "build", **environment)
-    assert (built / "sgl_aspects" / "tracing" / "native" / "fields.py").exists()
+    assert (built / "sgl_aspects" / "tracing" / "record" / "native" / "fields.py").exists()
     assert not is_compiled(built)

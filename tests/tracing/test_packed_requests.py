@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.record import format as ring_format
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanEnd
-from sgl_aspects.tracing.ring import format as ring_format
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.schema import HEADER_REQUEST_ID, REQUEST, REQUEST_ID
 from tests.support.rings import TOO_LARGE, read_all
 

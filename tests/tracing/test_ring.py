@@ -18,7 +18,11 @@ from typing import Any
 
 import pytest
 
-from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.tracing.collect.reader import RingReader
+from sgl_aspects.tracing.collect.run_reader import RunReader
+from sgl_aspects.tracing.record import file as ring_file
+from sgl_aspects.tracing.record import format as ring_format
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import (
     Record,
     RequestBegin,
@@ -28,10 +32,6 @@ from sgl_aspects.tracing.records import (
     SpanEnd,
     SpanType,
 )
-from sgl_aspects.tracing.ring import file as ring_file
-from sgl_aspects.tracing.ring import format as ring_format
-from sgl_aspects.tracing.ring.reader import RingReader
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 from tests.support import workers
 from tests.support.ring_page_reader import read_page
 from tests.support.rings import PLAIN, TEXT, TOO_LARGE, last_count, read_all, record_everything
@@ -269,7 +269,7 @@ def test_a_ring_is_smaller_where_memory_is_short(tmp_path: Path, monkeypatch: py
 LIMITED = """
 import os, resource, sys
 from sgl_aspects.tracing.records import SpanType
-from sgl_aspects.tracing.ring.recorder import RingRecorder
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
 recorder = RingRecorder(sys.argv[1])
 recorder.spans(SpanType("x"))(1, 1, 0, 1, 2)

@@ -16,7 +16,7 @@ import pytest
 from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import TraceSession, attach, context
-from sgl_aspects.tracing.collector import tail
+from sgl_aspects.tracing.collect import tail
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.calling import CallingObserver

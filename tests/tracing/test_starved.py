@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from sgl_aspects.tracing.collector import keeper
-from sgl_aspects.tracing.collector.process import Collector
-from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.run import keeper
+from sgl_aspects.tracing.collect.process import Collector
+from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.export import span_exporters
 from sgl_aspects.tracing.export.span_exporters import Pipeline, close_all
 from sgl_aspects.tracing.export.thread_clock import ThreadClock

@@ -22,11 +22,12 @@ from typing import Any
 import pytest
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.tracing import attach, run_folder
-from sgl_aspects.tracing.collector.run_reader import RunReader
+from sgl_aspects.run import folder as run_folder
+from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.collect.reader import RingReader
+from sgl_aspects.tracing.collect.run_reader import RunReader
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import SpanEnd, SpanType
-from sgl_aspects.tracing.ring.reader import RingReader
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.session import current
 from tests.support import workers
 from tests.support.otlp_receiver import spans_of
@@ -139,7 +140,7 @@ def test_a_process_that_becomes_another_user_goes_on_untraced(tmp_path: Path) ->
     script = f"""
 import os
 from sgl_aspects.tracing.records import SpanType
-from sgl_aspects.tracing.ring.recorder import RingRecorder
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 recorder = RingRecorder({str(tmp_path)!r})
 assert recorder.open()
 os.closerange(3, 64)
@@ -183,7 +184,7 @@ def test_attaching_without_a_forkable_collector_is_an_error(
 ) -> None:
     """The keeper ends without having started the collector."""
     (tmp_path / "keeper.py").write_text("")
-    monkeypatch.setattr(run_folder, "_KEEPER", str(tmp_path / "keeper.py"))
+    monkeypatch.setattr("sgl_aspects.run.collector._KEEPER", str(tmp_path / "keeper.py"))
     with pytest.raises(ConfigError, match="collector cannot be started"):
         attach(file=str(tmp_path / "spans"))
     assert current() is None
@@ -268,7 +269,7 @@ def test_a_child_that_lives_on_does_not_keep_its_parent_s_ring_alive(tmp_path: P
     """Whether it was forked or is another program: the lock is the parent's alone."""
     script = f"""
 import os, subprocess, sys, time
-from sgl_aspects.tracing.ring.recorder import RingRecorder
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 recorder = RingRecorder({str(tmp_path)!r})
 recorder.open()
 program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)

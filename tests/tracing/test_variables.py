@@ -14,9 +14,9 @@ import pytest
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.export.failures import FirstFailure
-from sgl_aspects.tracing.export.variables import SpanLimits, normalise, secrets, without_secrets
 from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
+from sgl_aspects.tracing.variables import SpanLimits, normalise, secrets, without_secrets
 from tests.support.tls_files import make_certificate
 
 SECRET = "sk-live-4711"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sgl_aspects.tracing import native
+from sgl_aspects.tracing.record import native
 from sgl_aspects.weaving import Advice, Handle, HookType, Target, report, weave
 from tests.support.attachable import python_of
 from tests.support.builds import build, is_compiled

@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import SpanType
-from sgl_aspects.tracing.ring.recorder import RingRecorder
 from sgl_aspects.tracing.schema import STEP
 from sgl_aspects.view.live import LiveRun
 from sgl_aspects.view.top_screen import screen, spark

@@ -8,7 +8,7 @@ import re
 import sys
 
 from sgl_aspects.terminal import printable
-from sgl_aspects.tracing.export.variables import secrets, without_secrets
+from sgl_aspects.tracing.variables import secrets, without_secrets
 
 _LONGEST_LINE = 300
 # Cap on the messages of one exporter, whose texts may vary.

@@ -13,7 +13,7 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
 from sgl_aspects import compat
 from sgl_aspects.tracing import schema
-from sgl_aspects.tracing.collector.step_time import AddedTime
+from sgl_aspects.tracing.export.step_time import AddedTime
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, SpanEnd
 
 # Boundaries from the conventions, in seconds and in tokens.

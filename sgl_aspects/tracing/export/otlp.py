@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.export import SpanExporter
 from sgl_aspects import env
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.export.span import CollectedSpan
-from sgl_aspects.tracing.export.variables import compression, tls_files
+from sgl_aspects.tracing.variables import compression, tls_files
 
 if TYPE_CHECKING:
     import requests

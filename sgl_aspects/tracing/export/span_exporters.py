@@ -17,8 +17,8 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.export.failures import report_line
 from sgl_aspects.tracing.export.span import CollectedSpan, ReadableExporter
 from sgl_aspects.tracing.export.thread_clock import ThreadClock
-from sgl_aspects.tracing.export.variables import BatchSettings
 from sgl_aspects.tracing.settings import TraceSettings
+from sgl_aspects.tracing.variables import BatchSettings
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from sgl_aspects.tracing.lifecycle.process import ProcessTracker
 from sgl_aspects.tracing.lifecycle.requests import RequestTracker
 from sgl_aspects.tracing.lifecycle.steps import Step, StepTracker
 from sgl_aspects.tracing.options import TraceOptions
-from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.record.recorder import Recorder
 
 
 class Trackers(NamedTuple):

@@ -17,7 +17,7 @@ from sgl_aspects.tracing.context import Opened, TraceContext
 from sgl_aspects.tracing.lifecycle.exchanges import Exchange
 from sgl_aspects.tracing.lifecycle.process import ProcessTracker
 from sgl_aspects.tracing.options import TraceOptions, no_headers
-from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.record.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen, RequestSent
 from sgl_aspects.tracing.schema import (
     ATTACHED_FLAG,

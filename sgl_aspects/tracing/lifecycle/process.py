@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.record.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, ProcessDescribed
 from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
 

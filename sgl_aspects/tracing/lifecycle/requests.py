@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.record.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestElsewhere, RequestSeen, SpanType
 from sgl_aspects.tracing.schema import DECODE, PHASES, PREFILL, QUEUE
 

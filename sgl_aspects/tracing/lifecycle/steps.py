@@ -1,6 +1,6 @@
 """The life of a batch: scheduled, launched, its forward run, sampled, its result processed.
 
-A step is one record (:mod:`..ring.steps`). The tracker opens it when the batch is launched and ends it when
+A step is one record (:mod:`..record.steps`). The tracker opens it when the batch is launched and ends it when
 its result has been processed, possibly after the next batch was launched. In between, observers store
 timestamps straight into ``step.words``: a step of a fast engine lasts two milliseconds, and a call per
 timestamp would cost too much.
@@ -17,12 +17,11 @@ from collections.abc import Callable, Sequence
 from time import time_ns
 from typing import Any
 
-from sgl_aspects.tracing import native, schema
+from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import Fields
-from sgl_aspects.tracing.recorder import Recorder, SpanWriter, first_id, in_sample
-from sgl_aspects.tracing.records import AttributeValue
-from sgl_aspects.tracing.ring import format as layout
-from sgl_aspects.tracing.ring.format import (
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record import native
+from sgl_aspects.tracing.record.format import (
     CHILD_RUN_BATCH,
     KIND_STEP,
     PROCESS_END,
@@ -30,8 +29,10 @@ from sgl_aspects.tracing.ring.format import (
     WORD_LEVEL,
     WORD_SAMPLE,
 )
-from sgl_aspects.tracing.ring.open_steps import OpenSteps
-from sgl_aspects.tracing.ring.steps import CHILD_STARTS, CHILD_TYPES
+from sgl_aspects.tracing.record.open_steps import OpenSteps
+from sgl_aspects.tracing.record.recorder import Recorder, SpanWriter, first_id, in_sample
+from sgl_aspects.tracing.record.steps import CHILD_STARTS, CHILD_TYPES
+from sgl_aspects.tracing.records import AttributeValue
 
 pack_begin, pack_queues = layout.STEP_BEGIN.pack_into, layout.STEP_QUEUES.pack_into
 # Cap on spans of details that precede a step, since there may be no step.
@@ -41,7 +42,7 @@ _MOST_DETAILS = 1000
 class Step(native.Step):
     """A batch from its launch to its result. ``id`` 0: untraced, with figures for the metrics only.
 
-    ``words[block + …]`` are its timestamps and figures (:mod:`..ring.format`), at ``offset`` in the memory.
+    ``words[block + …]`` are its timestamps and figures (:mod:`..record.format`), at ``offset`` in the memory.
     ``child``: its open child span, 0: none. ``batch``, ``result``: keys for the processing of the result.
     ``prefill``: the observer's chunks of prompts; ``events``: the device's. Objects are reused: a decode step
     allocates none.

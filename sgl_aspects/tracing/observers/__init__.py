@@ -32,7 +32,7 @@ from sgl_aspects.tracing.observers.serving import ServingObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.observers.worker import WorkerObserver
 from sgl_aspects.tracing.options import DEFAULTS, TraceOptions
-from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.record.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,9 @@ from time import time_ns
 from typing import Any
 
 from sgl_aspects.engines.contract import Observation
-from sgl_aspects.tracing import native
 from sgl_aspects.tracing.lifecycle import Step, StepTracker, Trackers
-from sgl_aspects.tracing.records import error_type
-from sgl_aspects.tracing.ring.format import (
+from sgl_aspects.tracing.record import native
+from sgl_aspects.tracing.record.format import (
     CHILD_FORWARD,
     CHILD_RUN_BATCH,
     CHILD_SAMPLE,
@@ -30,6 +29,7 @@ from sgl_aspects.tracing.ring.format import (
     STEP_LABEL,
     STEP_MODE,
 )
+from sgl_aspects.tracing.records import error_type
 
 logger = logging.getLogger(__name__)
 

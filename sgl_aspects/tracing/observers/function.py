@@ -11,7 +11,7 @@ from typing import Any
 
 from sgl_aspects.config import RESULT, DeclaredTrace
 from sgl_aspects.tracing.context import OpenSpan, innermost, leave
-from sgl_aspects.tracing.recorder import Recorder, in_sample
+from sgl_aspects.tracing.record.recorder import Recorder, in_sample
 from sgl_aspects.tracing.records import AttributeValue, SpanType, error_type
 from sgl_aspects.weaving import argument_reader
 

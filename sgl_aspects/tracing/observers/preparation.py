@@ -8,7 +8,7 @@ from typing import Any
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.context import leave
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.recorder import Recorder
+from sgl_aspects.tracing.record.recorder import Recorder
 from sgl_aspects.tracing.records import SpanType, error_type
 from sgl_aspects.tracing.schema import PREPARATIONS
 

@@ -12,20 +12,20 @@ from typing import Any
 
 from sgl_aspects.engines import Engine
 from sgl_aspects.engines.contract import Observation
-from sgl_aspects.tracing import native
 from sgl_aspects.tracing.context import bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Step, Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk, ScheduledRequest
 from sgl_aspects.tracing.lifecycle.steps import StepTracker, figure, usage_figure
-from sgl_aspects.tracing.records import error_type
-from sgl_aspects.tracing.ring import format as layout
-from sgl_aspects.tracing.ring.format import (
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record import native
+from sgl_aspects.tracing.record.format import (
     CHILD_PROCESS_RESULT,
     CHILD_RUN_BATCH,
     PROCESS_START,
     RUN_END,
     STEP_NUMBER,
 )
+from sgl_aspects.tracing.records import error_type
 
 pack_queues, QUEUES = layout.STEP_QUEUES.pack_into, 8 * layout.STEP_WAITING
 # Disaggregated engines schedule in functions of their own.
@@ -35,8 +35,8 @@ _SCHEDULES = ("schedule", "schedule_prefill", "schedule_decode")
 class StepObserver(native.StepPath):
     """Reports to both trackers when a batch is scheduled, launched, and its result processed.
 
-    The compiled path (:mod:`..native`), where available, handles plain decode steps and calls these methods
-    for the others.
+    The compiled path (:mod:`..record.native`), where available, handles plain decode steps and calls these
+    methods for the others.
     """
 
     tracker: StepTracker

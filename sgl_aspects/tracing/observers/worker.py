@@ -12,9 +12,9 @@ from typing import Any
 
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.recorder import in_sample
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record.recorder import in_sample
 from sgl_aspects.tracing.records import error_type
-from sgl_aspects.tracing.ring import format as layout
 from sgl_aspects.tracing.schema import FORWARD, SAMPLE
 
 # Cap on passes that wait for the device: the oldest is recorded without its device time.

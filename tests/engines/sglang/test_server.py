@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_aspects import process_reports
+from sgl_aspects.run import process_reports
 from tests.support.callers import CALLER, by_trace, one, orphans, parent, trace_id
 from tests.support.distributions import install_plugin
 from tests.support.otlp_receiver import Receiver, Span, http_receiver

@@ -13,7 +13,7 @@ from sgl_aspects.engines.vllm.roles import shared_id
 from sgl_aspects.engines.vllm.scheduler import Scheduled
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.context import trace_id_of_root
-from sgl_aspects.tracing.ring import format as layout
+from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.schema import FORWARD
 from tests.support.otlp_receiver import http_receiver
 

@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from sgl_aspects.tracing.control import runs
+from sgl_aspects.run.folder import runs
 from tests.support.callers import CALLER, by_trace, one, orphans, parent, trace_id
 from tests.support.engine_server import Answer, EngineServer
 from tests.support.otlp_receiver import Receiver, Span, http_receiver

@@ -1,0 +1,1 @@
+"""What the processes of one run share: its folder, its collector, live control, reports of hooks."""

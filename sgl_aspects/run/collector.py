@@ -1,0 +1,237 @@
+"""The collector process of a run: its state, its settings, and how it is started."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from sgl_aspects import isolated
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.files import OwnDescriptor, write_private
+from sgl_aspects.run.folder import CLOSING
+
+# Holds the id of the run's collector, which locks byte 0 while it lives, and byte 1 before it writes the id.
+_LOCK = "collector.lock"
+_IS_ALIVE, _WRITES = 0, 1
+_ID_BYTES = 20
+
+_SETTINGS = "collector.json"
+# Prefixes of the environment: OpenTelemetry's variables and the tracer's, proxies, certificates.
+_KEPT = (
+    "OTEL_",
+    "SGL_ASPECTS_TRACE",
+    "ASPECTS_TRACE",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "ALL_PROXY",
+    "SSL_CERT_",
+    "GRPC_",
+)
+# Secrets: such a variable, and a URL with a password or a query.
+_SECRET_NAME = re.compile("HEADER|KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"://[^/\s]*@|://\S*\?")
+_KEEPER = str(Path(__file__).with_name("keeper.py"))
+_RESTARTED = "collector.restarted"
+
+
+class CollectorState(NamedTuple):
+    """The state of a run's collector: its latest process, whether it is alive, whether one was killed."""
+
+    process_id: int
+    is_alive: bool
+    was_restarted: bool
+
+    def __str__(self) -> str:
+        if not self.is_alive:
+            return "not running"
+        return f"pid {self.process_id}" + (", restarted" if self.was_restarted else "")
+
+
+def collector_state(folder: str | Path) -> CollectorState | None:
+    """Read the state; None if the run has not had a collector."""
+    try:
+        descriptor = os.open(Path(folder, _LOCK), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _IS_ALIVE)
+            is_alive = False
+        except OSError:
+            is_alive = True
+        # After the lock, so that the id of one that is alive is its own.
+        process_id = int(os.pread(descriptor, _ID_BYTES, 0) or b"0")
+    finally:
+        os.close(descriptor)
+    return CollectorState(process_id, is_alive, Path(folder, _RESTARTED).exists())
+
+
+def take_run(folder: str) -> bool:
+    """Make this process the run's collector until it ends; True if the run had one before.
+
+    :raises ConfigError: the run has a live collector, or there is no such run.
+    """
+    path = Path(folder, _LOCK)
+    is_restarted = path.exists()
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _lock(descriptor, _WRITES)
+        os.pwrite(descriptor, b"%-*d" % (_ID_BYTES, os.getpid()), 0)
+        _lock(descriptor, _IS_ALIVE)
+    except OSError as error:
+        raise ConfigError(f"{folder}: there is no such run, or it has a collector ({error})") from error
+    return is_restarted
+
+
+def _lock(descriptor: int, byte: int) -> None:
+    """Lock the byte, in three tries: a process that reads the collector's state holds the lock briefly."""
+    for is_last in (False, False, True):
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            return
+        except OSError:
+            if is_last:
+                raise
+            time.sleep(0.02)
+
+
+def how_to_start(folder: str | Path) -> str:
+    """Return the command that starts a collector again, and the variables that it needs."""
+    command = f"start it again with {sys.executable} -m sgl_aspects.tracing.collector {folder}"
+    unsaved = unsaved_settings(str(folder))
+    return f"set {', '.join(unsaved)}, which are not saved, and {command}" if unsaved else command
+
+
+def is_for_collector(name: str) -> bool:
+    """Return whether an environment variable is one that a collector reads."""
+    return name.upper().startswith(_KEPT)
+
+
+def keep_collector_settings(folder: str, environment: Mapping[str, str]) -> None:
+    """Save the variables that a collector of this run reads, for one that is restarted by hand.
+
+    Of those that may be secrets the name alone.
+    """
+    kept = {
+        name: None if _SECRET_NAME.search(name) or _SECRET_VALUE.search(value) else value
+        for name, value in environment.items()
+        if is_for_collector(name)
+    }
+    write_private(Path(folder, _SETTINGS), json.dumps(kept).encode())
+
+
+def collector_settings(folder: str) -> dict[str, str]:
+    """Return the saved variables; empty once the collector has ended in order."""
+    return {name: value for name, value in _saved(folder).items() if value is not None}
+
+
+def unsaved_settings(folder: str) -> list[str]:
+    """Return the names of the collector's variables that may be secrets, so that no value is saved."""
+    return [name for name, value in _saved(folder).items() if value is None]
+
+
+def _saved(folder: str) -> dict[str, str | None]:
+    try:
+        found: dict[str, str | None] = json.loads(Path(folder, _SETTINGS).read_bytes())
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def forget_collector_settings(folder: str) -> None:
+    """Delete the variables: the collector has ended in order."""
+    Path(folder, _SETTINGS).unlink(missing_ok=True)
+
+
+class CollectorProcess:
+    """The collector of one run, started by the run's first process.
+
+    It outlives that process as long as others of the run live; its report comes through a pipe.
+    ``environment``: the collector's; ``prints``: one of its exporters writes to standard output.
+    """
+
+    def __init__(self, folder: str, environment: Mapping[str, str], prints: bool) -> None:
+        self._folder = folder
+        report, report_writer = os.pipe()
+        self._report = OwnDescriptor(report)
+        try:
+            keep_collector_settings(folder, environment)
+            mark = str(Path(folder, _RESTARTED))
+            command = isolated.python("sgl_aspects.tracing.collector", folder, str(report_writer))
+            subprocess.run(
+                [sys.executable, "-I", "-S", _KEEPER, str(report_writer), mark, *command],
+                env=environment,
+                pass_fds=(report_writer,),
+                stdin=subprocess.DEVNULL,
+                stdout=None if prints else subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the engine
+                check=True,
+            )
+        except BaseException as error:
+            self._report.close()
+            if isinstance(error, (OSError, subprocess.SubprocessError)):
+                raise ConfigError(f"the trace collector cannot be started: {error}") from error
+            raise
+        finally:
+            os.close(report_writer)  # otherwise the pipe would not end with the collector
+        digits = b""
+        while not digits.endswith(b"\n"):
+            if not (digit := os.read(report, 1)):
+                self._report.close()
+                raise ConfigError("the trace collector cannot be started: no process may be forked any more")
+            digits += digit
+        self._process_id = int(digits)
+
+    @property
+    def process_id(self) -> int:
+        """Return the id of the running collector: one that is killed is restarted once."""
+        state = collector_state(self._folder)
+        return state.process_id if state is not None and state.was_restarted else self._process_id
+
+    @property
+    def has_ended(self) -> bool:
+        if self._report.is_open():
+            return self._is_ending(0)
+        state = collector_state(self._folder)
+        return state is None or not state.is_alive
+
+    def ask_to_end(self) -> None:
+        """End the run now, even if some of its processes live on."""
+        with contextlib.suppress(OSError):
+            Path(self._folder, CLOSING).touch(mode=0o600)
+
+    def wait(self, seconds: float) -> str | None:
+        """Wait for its report; None if it takes longer or ended without one."""
+        if not self.can_report or not self._is_ending(seconds):
+            return None
+        try:
+            with open(self._report.number, encoding="utf-8", closefd=False) as report:
+                return report.read() or None
+        finally:
+            self._report.close()
+
+    @property
+    def can_report(self) -> bool:
+        """Return whether its pipe is open: a process that becomes a daemon closes all descriptors."""
+        return self._report.is_open()
+
+    def abandon(self) -> None:
+        """Leave the collector to end by itself; this process no longer waits for it."""
+        self._report.close()
+
+    def _is_ending(self, seconds: float) -> bool:
+        """Read the report, its last act; if there is none, the pipe ends with the process."""
+        poll = select.poll()
+        poll.register(self._report.number, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))

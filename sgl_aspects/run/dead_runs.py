@@ -1,0 +1,43 @@
+"""Removes the folders of runs whose processes and collector were all killed: they take memory.
+
+The latest stay for ``sgl-aspects dump`` and ``report``, and so does a run whose folder was to be kept.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from sgl_aspects.run.collector import collector_settings, collector_state
+from sgl_aspects.run.folder import remove_run_folder, seal_run
+
+STAYING = 4
+# A collector that was killed may be about to be restarted.
+_LEAST_SECONDS = 60.0
+
+
+def remove_dead_runs(folders: Sequence[Path]) -> None:
+    """Remove the dead ones but for the latest; ``folders``: of runs, oldest first."""
+    dead = [(folder, held) for folder in folders if (held := _held_if_dead(folder)) is not None]
+    for folder, _ in dead[:-STAYING]:
+        remove_run_folder(str(folder))
+    for _, held in dead:
+        os.close(held)
+
+
+def _held_if_dead(folder: Path) -> int | None:
+    """Return a descriptor that keeps processes out, if its collector did not end in order, or died before it
+    began, and nothing records there; else None.
+    """
+    state = collector_state(folder)
+    if state is not None and state.is_alive:
+        return None
+    try:
+        settings = collector_settings(str(folder))
+        is_old = time.time() - folder.stat().st_mtime > _LEAST_SECONDS
+    except (OSError, ValueError):
+        return None
+    is_kept = settings.get("SGL_ASPECTS_TRACE_KEEP", "0") == "1"
+    return seal_run(str(folder)) if settings and is_old and not is_kept else None

@@ -1,0 +1,128 @@
+"""The folder of a run, in which its processes record; a process holds it while it may still record."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from sgl_aspects import env
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.files import OwnDescriptor
+
+CLOSING = "closing"
+_PREFIX = "sgl-aspects-"
+# Locked, shared, by every process of the run that may still record.
+_HELD = "held"
+
+_LEAST_BYTES = 4 << 20
+_LEAST_FILES = 64
+_REMOVALS = 3
+
+
+def make_run_folder() -> str:
+    """Make a folder that only this user may enter: in memory if available, with room.
+
+    Raises ``ConfigError`` if there is no place for it.
+    """
+    for parent in ("/dev/shm", env.runtime_folder()):
+        if parent and os.access(parent, os.W_OK | os.X_OK):
+            with contextlib.suppress(OSError):
+                if _has_room(parent):
+                    return tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+    try:
+        return tempfile.mkdtemp(prefix=_PREFIX)
+    except OSError as error:
+        raise ConfigError(
+            "tracing has no folder for its records: /dev/shm, XDG_RUNTIME_DIR and the temporary folder "
+            f"cannot be written ({error}); set TMPDIR to a folder that can"
+        ) from error
+
+
+def _has_room(folder: str) -> bool:
+    """Return whether the rings of some processes fit; a file system without quotas reports 0 for all."""
+    system = os.statvfs(folder)
+    has_files = not system.f_files or system.f_favail >= _LEAST_FILES
+    return has_files and system.f_bavail * system.f_frsize >= _LEAST_BYTES
+
+
+def remove_run_folder(folder: str) -> None:
+    """Remove the folder, also while another process makes a last file in it."""
+    for _ in range(_REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            return
+
+
+class RunHold:
+    """Keeps a run from ending until it is closed, here and in every forked child.
+
+    The mapping keeps the lock in a child that closes all descriptors, as daemons do.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._mapping: mmap.mmap | None = None
+        with contextlib.suppress(OSError, ValueError):
+            os.ftruncate(descriptor, 1)
+            self._mapping = mmap.mmap(descriptor, 1, prot=mmap.PROT_READ)
+        self._descriptor = OwnDescriptor(descriptor)
+
+    def close(self) -> None:
+        if not self._descriptor.is_open():
+            _kept.append(self)  # the mapping's descriptor is gone, too: do not close what has its number now
+            return
+        if self._mapping is not None:
+            self._mapping.close()
+        self._descriptor.close()
+
+
+_kept: list[RunHold] = []
+
+
+def hold_run(folder: str) -> RunHold | None:
+    """Hold the run; None if it has ended, or is about to."""
+    descriptor = _locked(folder, fcntl.LOCK_SH)
+    if descriptor is not None and Path(folder, CLOSING).exists():
+        os.close(descriptor)
+        return None
+    return None if descriptor is None else RunHold(descriptor)
+
+
+def seal_run(folder: str) -> int | None:
+    """Return a descriptor that keeps processes from holding the run while it is open; None if one does."""
+    return _locked(folder, fcntl.LOCK_EX)
+
+
+def _locked(folder: str, kind: int) -> int | None:
+    try:
+        descriptor = os.open(Path(folder, _HELD), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def runs() -> list[Path]:
+    """Return the folders of this user's runs on this machine, oldest first."""
+    found = []
+    parents = ["/dev/shm", env.runtime_folder()]
+    with contextlib.suppress(FileNotFoundError):  # no folder of temporary files, so no runs there
+        parents.append(tempfile.gettempdir())
+    for parent in parents:
+        for path in Path(parent).glob(f"{_PREFIX}*") if parent else ():
+            try:
+                status = path.lstat()
+            except FileNotFoundError:  # a run that has just ended
+                continue
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                found.append((status.st_ctime, path))
+    return list(dict.fromkeys(path for _, path in sorted(found)))

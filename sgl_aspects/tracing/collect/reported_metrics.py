@@ -1,0 +1,72 @@
+"""The collector's metrics: the pipeline that exports them, and the collector's own losses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from opentelemetry.sdk.metrics.export import MetricReader
+from opentelemetry.sdk.resources import Resource
+
+from sgl_aspects.files import write_private
+from sgl_aspects.tracing import schema
+from sgl_aspects.tracing.collect.run_reader import RunReader
+from sgl_aspects.tracing.export.metric_readers import MetricsPipeline
+from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
+from sgl_aspects.tracing.export.span_exporters import Pipeline
+
+__all__ = ["STEP", "CollectorMetrics"]
+
+_REPORTED = "metrics.json"
+
+
+class CollectorMetrics:
+    """The metrics of one run.
+
+    A restarted collector begins its counters at 0, with a new start time, as any restarted process does. Only
+    drops are counted by the writers for the whole run: the amount already reported is kept in the run folder
+    and subtracted, so that a backend counts them once.
+    """
+
+    def __init__(self, folder: str, readers: Sequence[MetricReader], resource: Resource) -> None:
+        self._pipeline = MetricsPipeline(readers, resource)
+        self._reported = Path(folder, _REPORTED)
+        self._before = self._last = 0
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            self._before = self._last = int(json.loads(self._reported.read_text())["dropped"])
+
+    @property
+    def engine(self) -> EngineMetrics:
+        return self._pipeline.engine
+
+    def watch(self, reader: RunReader, pipelines: Sequence[Pipeline]) -> None:
+        """Count dropped, delivered and undelivered spans from now on."""
+
+        def dropped() -> Mapping[str, int]:
+            total = reader.dropped
+            if total != self._last:
+                self._last = total
+                with contextlib.suppress(OSError):  # the folder is removed when the run ends
+                    write_private(self._reported, json.dumps({"dropped": total}).encode())
+            return {"": max(0, total - self._before)}
+
+        count = self.engine.count
+        count(schema.RECORDS_DROPPED, "{record}", "Records that a process had no room for.", dropped)
+        count(
+            schema.SPANS_EXPORTED,
+            "{span}",
+            "Spans that an exporter delivered.",
+            lambda: {pipeline.name: pipeline.exported for pipeline in pipelines},
+        )
+        count(
+            schema.SPANS_DROPPED,
+            "{span}",
+            "Spans that an exporter could not deliver.",
+            lambda: {pipeline.name: pipeline.lost for pipeline in pipelines},
+        )
+
+    def close(self, seconds: float) -> bool:
+        """Send the last figures within ``seconds``; False if that was too short."""
+        return self._pipeline.close(seconds)

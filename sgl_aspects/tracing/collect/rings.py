@@ -1,0 +1,65 @@
+"""Finds the rings of a run for a command that reads them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.run.folder import runs
+from sgl_aspects.tracing.collect.reader import RingReader
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record.decoder import DamagedError
+
+
+def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[RingReader]:
+    """Open the rings of one run for reading; with ``folder`` None those of the only run.
+
+    ``process_id`` selects that process's ring alone. Raises ``ConfigError`` if the run is ambiguous or there
+    is none. The caller closes each ring.
+    """
+    folders = runs() if folder is None else [Path(folder)]
+    pattern = f"{'*' if process_id is None else process_id}-*{layout.SUFFIX}"
+    found = sorted(ring for run in folders for ring in run.glob(pattern))
+    if not found:
+        of = "this user" if folder is None else repr(folder)
+        if process_id is not None:
+            of = f"process {process_id}"
+        raise ConfigError(
+            f"no traced run of {of} found: start the engine with SGL_ASPECTS_TRACE=1 or more, "
+            "or name the folder of a run with --run"
+        )
+    # a crashed run's leftovers do not count while another run is alive
+    if len({path.parent for path in found}) > 1:
+        living = {path.parent for path in found if _is_written(path)}
+        found = [path for path in found if path.parent in living] or found
+    processes: dict[Path, list[str]] = {}
+    for path in found:
+        processes.setdefault(path.parent, []).append(path.name.split("-")[0])
+    if len(processes) > 1:
+        names = "; ".join(f"{run} (process {', '.join(of_run)})" for run, of_run in processes.items())
+        raise ConfigError(f"several runs are traced: choose one with --run FOLDER or --pid PID: {names}")
+    readable = 0
+    for path in found:
+        try:
+            ring = RingReader(path, read_only=True)
+        except (DamagedError, OSError):
+            continue
+        readable += 1
+        yield ring
+    if not readable:
+        raise ConfigError(
+            f"{found[0].parent}: none of its rings can be read: they are damaged, of another version of "
+            "sgl-aspects, or another user's"
+        )
+
+
+def _is_written(path: Path) -> bool:
+    """Return whether the ring's process is alive."""
+    try:
+        ring = RingReader(path, read_only=True)
+    except (DamagedError, OSError):
+        return False
+    with contextlib.closing(ring):
+        return ring.is_alive()

@@ -1,0 +1,174 @@
+"""The layout of a ring file, in numbers. docs/recorder.md describes it in words."""
+
+from __future__ import annotations
+
+import struct
+
+from sgl_aspects.run.control import OFFSET
+from sgl_aspects.run.control import SAMPLE_ALL as SAMPLE_ALL
+from sgl_aspects.tracing.records import Id, Ids
+
+MAGIC = b"SGLARING"
+VERSION = 5
+SUFFIX = ".ring"
+
+HEADER_BYTES = 4096
+DEFINITIONS_BYTES = 256 << 10
+SLOTS_OFFSET = HEADER_BYTES + DEFINITIONS_BYTES
+SLOT_BYTES = 256
+#: A power of two; smaller if the memory for it is not available.
+SLOTS = 1 << 15
+FEWEST_SLOTS = 1 << 8
+
+# Words of the header: unsigned 64-bit numbers, by index.
+(
+    WORD_MAGIC,
+    WORD_VERSION,
+    WORD_PROCESS_ID,
+    WORD_STARTED_NS,
+    WORD_CLOCK_OFFSET_NS,
+    WORD_SLOTS,
+    WORD_SLOT_BYTES,
+    WORD_DEFINITIONS_OFFSET,
+    WORD_SLOTS_OFFSET,
+) = range(9)
+WORD_DEFINITIONS_END = 16  # the rest: written while the ring is in use, first by the writer
+WORD_DROPPED = 17
+WORD_CLOSED = 18
+WORD_DETACHING_NS = 19
+WORD_TAKEN, WORD_DELIVERED = 24, 25  # by the collector
+WORD_LEVEL = OFFSET // 8  # written by `sgl-aspects control`
+WORD_SAMPLE = 34
+#: Values of WORD_CLOSED: the process has ended; the process was detached from and lives on.
+CLOSED, DETACHED = 1, 2
+
+#: The header's open steps: blocks of a slot's size, from this word to the header's end.
+OPEN_STEPS_WORD = 64
+OPEN_STEPS = (HEADER_BYTES // 8 - OPEN_STEPS_WORD) // (SLOT_BYTES // 8)
+
+# Kinds of records: the first byte of a slot. 0: the slot is empty.
+KIND_VOID, KIND_SPAN, KIND_BEGIN, KIND_SENT, KIND_LINKS, KIND_PART, KIND_LONG = range(1, 8)
+KIND_STEP, KIND_GROUP, KIND_REQUEST, KIND_SEEN = range(8, 12)
+
+# The first word of a slot: kind in the lowest byte, a 32-bit number in the upper half.
+HEAD_SHIFT = 32
+
+# Capacity of a span's own slot for values and links.
+SPAN_WORDS = 25
+LINKS_WORDS = 29
+#: head, span id, root id, parent id, start; SENT uses the span id alone.
+BEGIN = struct.Struct(f"<5Q{SLOT_BYTES - 48}xQ")
+LINKS = struct.Struct(f"<2Q{LINKS_WORDS}QQ")
+#: kind, number of this part or (LONG) of the parts before, bytes of the whole text, key, text.
+TEXT_BYTES = SLOT_BYTES - 24
+TEXT = struct.Struct(f"<BxHIQ{TEXT_BYTES}sQ")
+#: head, key, time, request id: as in Pascal, its length comes first, in a byte.
+SEEN_BYTES = SLOT_BYTES - 32
+SEEN = struct.Struct(f"<3Q{SEEN_BYTES}pQ")
+MARK = struct.Struct("<Q")
+MARK_OFFSET = SLOT_BYTES - 8
+
+#: How each code of a span's values is packed: integer, float, boolean, text and list of texts (the number of
+#: the definition, 0: none). The last two, an id and a list of one id, are in the slot's ids.
+CODES = {"i": "q", "f": "d", "b": "q", "t": "Q", "l": "Q", "s": "", "o": ""}
+CODE_OF: dict[type, str] = {
+    int: "i",
+    float: "f",
+    bool: "b",
+    str: "t",
+    tuple: "l",
+    list: "l",
+    Id: "s",
+    Ids: "o",
+}
+#: The number for None. As a float it is as exact.
+NONE = (1 << 63) - 1024
+
+
+def span_words(codes: str) -> int:
+    """The words of a span's values and ids, which leave one for the error."""
+    words = sum(CODES[code] != "" for code in codes)
+    return words if words == len(codes) else max(words + 1, SPAN_WORDS - 1)
+
+
+def ids_bytes(codes: str) -> int:
+    """The bytes of a span's ids, the one with their length included; 0 for codes without ids."""
+    words = sum(CODES[code] != "" for code in codes)
+    return 0 if words == len(codes) else (span_words(codes) - words) * 8
+
+
+def span_struct(codes: str, has_error: bool, links: int) -> struct.Struct:
+    """head, span id, root id, parent id, start, end, one word a value, error, links, ids, mark.
+
+    The ids are one text, a zero byte between two, none of them empty: that is one without a value.
+    """
+    packed = "".join(CODES[code] for code in codes) + "Q" * (has_error + links)
+    size = ids_bytes(codes)
+    ids = f"{size}p" if size else ""
+    padding = (SPAN_WORDS - len(packed)) * 8 - size
+    return struct.Struct(f"<6Q{packed}{ids}{padding}xQ")
+
+
+# -- a step: one record for all of its spans ------------------------------------------------------------
+
+#: The words of a step, in its block of the header while it is open and in its slot when it has ended.
+#: Times are nanoseconds, 0: not yet. ``GROUP``: the ``KIND_GROUP`` records with this key hold the links.
+(
+    STEP_HEAD,
+    STEP_SPAN_ID,
+    STEP_GROUP,
+    SCHEDULE_START,
+    SCHEDULE_END,
+    RUN_START,
+    RUN_END,
+    FORWARD_START,
+    FORWARD_END,
+    SAMPLE_START,
+    SAMPLE_END,
+    PROCESS_START,
+    PROCESS_END,
+    STEP_MODE,
+    STEP_SIZE,
+    STEP_TOKENS,
+    STEP_NUMBER,
+    STEP_WAITING,
+    STEP_RUNNING,
+    STEP_KV_USAGE,
+    STEP_DEVICE_TIME,
+    STEP_GRAPH,
+    STEP_DEVICE_NAME,
+    STEP_ERROR,
+    STEP_FAILED,
+) = range(STEP_FIELDS := 25)
+STEP_WORDS = SLOT_BYTES // 8
+#: Figures are stored plus one, so that 0 is "unknown": numbers, nanoseconds, and the usage in millionths.
+KV_USAGE_UNIT = 1_000_000
+#: How a step begins: head, span id, group, schedule's start and end, run's start; mode, size and tokens.
+STEP_BEGIN = struct.Struct("<6Q56x3Q128x")
+#: Known at its end, from ``STEP_WAITING`` on: waiting, running, usage.
+STEP_QUEUES = struct.Struct("<3Q")
+#: Its forward pass, from ``STEP_GRAPH`` on: graph mode, name of the device.
+STEP_LABEL = struct.Struct("<2Q")
+
+#: The spans of a step by number: in their ids, and as bits of ``STEP_FAILED``.
+CHILD_SCHEDULE, CHILD_RUN_BATCH, CHILD_FORWARD, CHILD_SAMPLE, CHILD_PROCESS_RESULT = range(1, 6)
+#: Ids are counted below this bit; a step's id and a child's number above it make the child's id.
+CHILD_SHIFT = 60
+
+#: Queues and KV usage are read at most this often while no request begins or ends: it takes 20 µs.
+READING_NS = 200_000_000
+#: The mask of a count of passes: how often the stream of the engine's passes is looked up.
+PASSES_PER_STREAM = 63
+#: Cap on batches in flight: the result of the oldest will never be processed.
+MOST_IN_FLIGHT = OPEN_STEPS - 2
+#: Cap on steps whose device time is not known yet, though their result is.
+MOST_LATE = 8
+#: A pair of the device's events takes the host 6 to 20 µs. Below level 4, graph replays shorter than this are
+#: timed once in ``UNTIMED_REPLAYS + 1`` (which is a mask).
+SHORT_REPLAY_NS = 10_000_000
+UNTIMED_REPLAYS = 7
+
+
+def child_id(step_id: int, child: int) -> int:
+    """The span id of a step's child, derived from the step's."""
+    return step_id | child << CHILD_SHIFT

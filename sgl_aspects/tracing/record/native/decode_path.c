@@ -1,0 +1,916 @@
+/* Records a decode step that repeats the one before, without running any Python.
+
+   Between two steps of an engine the model and the scheduler evict every cache: the cost of a step's record is
+   the number of pieces of code and memory it touches, and each Python function is a dozen of them. Here
+   are the functions of observers/steps.py and observers/forward.py for the plain case only. In any other
+   (prompts, another batch, an error, another level, a full ring) the Python method is called with the same
+   arguments, before anything has been changed. The Python classes inherit their fields from these types.
+
+   Compiled for one version of CPython. */
+
+#include "native.h"
+
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+static inline uint64_t
+now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static inline int
+is_none(PyObject *object)
+{
+    return object == NULL || object == Py_None;
+}
+
+static inline void
+replace(PyObject **place, PyObject *value)
+{
+    PyObject *old = *place;
+    Py_XINCREF(value);
+    *place = value;
+    Py_XDECREF(old);
+}
+
+/* -- types of fields ------------------------------------------------------------------------------------- */
+
+/* Each type's object fields are contiguous: the garbage collector needs only the first of them and their
+   number. */
+#define COLLECTED(type, first, count)                                                                      \
+    static int type##_traverse(PyObject *self, visitproc visit, void *arg)                                \
+    {                                                                                                      \
+        PyObject **fields = (PyObject **)((char *)self + offsetof(type, first));                           \
+        for (int i = 0; i < (count); i++)                                                                  \
+            Py_VISIT(fields[i]);                                                                           \
+        Py_VISIT(Py_TYPE(self));                                                                           \
+        return 0;                                                                                          \
+    }                                                                                                      \
+    static int type##_clear(PyObject *self)                                                                \
+    {                                                                                                      \
+        PyObject **fields = (PyObject **)((char *)self + offsetof(type, first));                           \
+        for (int i = 0; i < (count); i++)                                                                  \
+            Py_CLEAR(fields[i]);                                                                           \
+        return 0;                                                                                          \
+    }                                                                                                      \
+    static void type##_dealloc(PyObject *self)                                                             \
+    {                                                                                                      \
+        PyTypeObject *type_object = Py_TYPE(self);                                                         \
+        PyObject_GC_UnTrack(self);                                                                         \
+        type##_clear(self);                                                                                \
+        type_object->tp_free(self);                                                                        \
+        Py_DECREF(type_object);                                                                            \
+    }                                                                                                      \
+    static PyType_Slot type##_slots[] = {{Py_tp_traverse, type##_traverse},                                \
+                                         {Py_tp_clear, type##_clear},                                      \
+                                         {Py_tp_dealloc, type##_dealloc},                                  \
+                                         {Py_tp_members, type##_members},                                  \
+                                         {Py_tp_methods, type##_methods},                                  \
+                                         {0, NULL}};                                                       \
+    static PyType_Spec type##_spec = {"sgl_aspects.tracing.record.native." #type, sizeof(type), 0,                \
+                                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,       \
+                                      type##_slots};
+
+#define OBJECT(type, name) {#name, T_OBJECT, offsetof(type, name), 0, NULL}
+#define NUMBER(type, name) {#name, T_ULONGLONG, offsetof(type, name), 0, NULL}
+#define SIZE(type, name) {#name, T_PYSSIZET, offsetof(type, name), 0, NULL}
+#define FLAG(type, name) {#name, T_BOOL, offsetof(type, name), 0, NULL}
+#define END {NULL, 0, 0, 0, NULL}
+
+/* The memory in which steps are open. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *mapped;
+    uint64_t *words; /* NULL: no longer writable */
+} Blocks;
+
+/* The free slots. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *mapped;
+    char *address;
+    Py_ssize_t offset; /* of the next slot */
+    unsigned long long number, last;
+} Slots;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *steps, *words, *batch, *result, *prefill, *events, *opened, *spans;
+    unsigned long long id;
+    Py_ssize_t block, offset, child;
+    char is_announced, is_recorded;
+} Step;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *steps, *running, *in_flight, *late, *details, *spare, *spare_events;
+    unsigned long long last_id, schedule_start, schedule_end, level, group, mode_text, untimed;
+    char finishing;
+} Tracker;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *tracker, *slots, *requests, *preempted, *busy, *mode, *reqs;
+    /* Of a batch: an attribute's name, or a function. The last two are None where a batch has none. */
+    PyObject *mode_source, *reqs_source, *number_source, *id_source;
+    Py_ssize_t ran_at, processing_at, processed_at, result_at, size, known;
+    unsigned long long read_ns, waiting, running, usage;
+    char decodes, measures;
+} StepPath;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *tracker, *step, *events, *stream, *met_runner, *met_steps;
+    Py_ssize_t runner_at;
+    unsigned long long stream_handle, eager_text, replayed_text, device_text, passes, expects, replays;
+    char has_begun, has_ended, has_parts, has_events;
+} ForwardPath;
+
+/* An event of the device, recorded by a function in C. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *owner; /* keeps the event alive */
+    unsigned long long function, elapsed, event;
+} Mark;
+
+static PyTypeObject *mark_type;
+
+/* One of these types, and the class in Python that inherits from it, as met: looking through its bases
+   touches a dozen cache lines. */
+typedef struct {
+    PyTypeObject *base, *met;
+} Kind;
+
+static Kind blocks_kind, slots_kind, step_kind, tracker_kind;
+
+static COLD int
+meet(PyTypeObject *type, Kind *kind)
+{
+    if (!PyType_IsSubtype(type, kind->base))
+        return 0;
+    PyTypeObject *before = kind->met;
+    kind->met = (PyTypeObject *)Py_NewRef(type);
+    Py_XDECREF(before);
+    return 1;
+}
+
+static inline int
+is_a(PyObject *object, Kind *kind)
+{
+    return Py_IS_TYPE(object, kind->met) || meet(Py_TYPE(object), kind);
+}
+
+/* Takes an item out of a list, with the list's reference. */
+static inline PyObject *
+take(PyObject *list, Py_ssize_t at)
+{
+    PyObject **items = ((PyListObject *)list)->ob_item, *item = items[at];
+    Py_ssize_t left = PyList_GET_SIZE(list) - 1;
+    for (; at < left; at++)
+        items[at] = items[at + 1];
+    Py_SET_SIZE(list, left);
+    return item;
+}
+
+/* As PyList_Append(), but a call into Python's code only where the list has to grow. */
+static inline int
+append(PyObject *list, PyObject *item)
+{
+    PyListObject *self = (PyListObject *)list;
+    Py_ssize_t size = PyList_GET_SIZE(list);
+    if (size >= self->allocated)
+        return PyList_Append(list, item);
+    self->ob_item[size] = Py_NewRef(item);
+    Py_SET_SIZE(list, size + 1);
+    return 0;
+}
+
+/* The words of a step's block; NULL if they are not, or no longer, a ring's memory. */
+static inline uint64_t *
+words_of(Step *step)
+{
+    if (is_none(step->steps) || !is_a(step->steps, &blocks_kind))
+        return NULL;
+    uint64_t *words = ((Blocks *)step->steps)->words;
+    return words == NULL ? NULL : words + step->block;
+}
+
+static inline int
+is_step(PyObject *object)
+{
+    return !is_none(object) && is_a(object, &step_kind);
+}
+
+/* An object's attribute, or a function's result for it. */
+static inline PyObject *
+read_from(PyObject *object, PyObject *source)
+{
+    return PyUnicode_CheckExact(source) ? PyObject_GetAttr(object, source)
+                                        : PyObject_CallOneArg(source, object);
+}
+
+static COLD PyObject *
+call_method(PyObject *self, PyObject *name, PyObject *const *args, Py_ssize_t count)
+{
+    PyObject *all[4] = {self, NULL, NULL, NULL};
+    memcpy(all + 1, args, (size_t)count * sizeof(PyObject *));
+    return PyObject_VectorcallMethod(name, all, (size_t)count + 1, NULL);
+}
+
+/* As a step's record has it: 0 is unknown. */
+static inline uint64_t
+number_of(PyObject *object)
+{
+    uint64_t number = is_none(object) ? 0 : PyLong_AsUnsignedLongLong(object) + 1;
+    if (!number)
+        PyErr_Clear();
+    return number;
+}
+
+/* -- Blocks ------------------------------------------------------------------------------------------------ */
+
+/* The address of a writable object, which is kept alive and as large as it is while the address is used. The
+   buffer is given back at once: a file that is closed, in a forked child, must not find its memory in use. */
+static void *
+address_of(PyObject *memory, Py_ssize_t at_least)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(memory, &view, PyBUF_WRITABLE) < 0)
+        return NULL;
+    void *address = view.buf;
+    if (view.len < at_least) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes of memory are not enough: %zd", view.len, at_least);
+        address = NULL;
+    }
+    PyBuffer_Release(&view);
+    return address;
+}
+
+static PyObject *
+Blocks_map(PyObject *self, PyObject *memory)
+{
+    uint64_t *words = address_of(memory, HEADER_BYTES);
+    if (words == NULL)
+        return NULL;
+    replace(&((Blocks *)self)->mapped, memory);
+    ((Blocks *)self)->words = words;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Blocks_retire(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    ((Blocks *)self)->words = NULL;
+    Py_CLEAR(((Blocks *)self)->mapped);
+    Py_RETURN_NONE;
+}
+
+static PyMemberDef Blocks_members[] = {END};
+static PyMethodDef Blocks_methods[] = {
+    {"map", Blocks_map, METH_O, "Steps are open in this memory."},
+    {"retire", Blocks_retire, METH_NOARGS, "The memory may go: only Python writes there from now on."},
+    {NULL, NULL, 0, NULL}};
+COLLECTED(Blocks, mapped, 1)
+
+/* -- Slots ------------------------------------------------------------------------------------------------- */
+
+static PyObject *
+Slots_hand_out(PyObject *object, PyObject *args)
+{
+    Slots *self = (Slots *)object;
+    PyObject *memory;
+    unsigned long long first, last;
+    Py_ssize_t offset;
+    if (!PyArg_ParseTuple(args, "KKOn", &first, &last, &memory, &offset))
+        return NULL;
+    char *address = NULL;
+    if (last >= first) {
+        address = address_of(memory, offset + (Py_ssize_t)(last - first + 1) * SLOT_BYTES);
+        if (address == NULL)
+            return NULL;
+    }
+    replace(&self->mapped, memory);
+    self->address = address;
+    self->offset = offset;
+    self->number = first;
+    self->last = address == NULL ? 0 : last;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Slots_take(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    Slots *self = (Slots *)object;
+    if (self->number > self->last || self->address == NULL) {
+        PyErr_SetNone(PyExc_StopIteration);
+        return NULL;
+    }
+    unsigned long long number = self->number++;
+    Py_ssize_t offset = self->offset;
+    self->offset += SLOT_BYTES;
+    return Py_BuildValue("KOn", number, self->mapped, offset);
+}
+
+static PyObject *
+Slots_left(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    Slots *self = (Slots *)object;
+    int none = self->address == NULL || self->number > self->last;
+    return PyLong_FromUnsignedLongLong(none ? 0 : self->last - self->number + 1);
+}
+
+static PyMemberDef Slots_members[] = {END};
+static PyMethodDef Slots_methods[] = {
+    {"hand_out", Slots_hand_out, METH_VARARGS, "These numbers, from this place of the memory on."},
+    {"take", Slots_take, METH_NOARGS, "The next number, its memory and the place there; or StopIteration."},
+    {"__length_hint__", Slots_left, METH_NOARGS, "How many are at hand."},
+    {NULL, NULL, 0, NULL}};
+COLLECTED(Slots, mapped, 1)
+
+/* -- Step and tracker: fields only ------------------------------------------------------------------------- */
+
+static PyMemberDef Step_members[] = {
+    OBJECT(Step, steps), OBJECT(Step, words), OBJECT(Step, batch), OBJECT(Step, result),
+    OBJECT(Step, prefill), OBJECT(Step, events), OBJECT(Step, opened), OBJECT(Step, spans), NUMBER(Step, id), SIZE(Step, block), SIZE(Step, offset), SIZE(Step, child),
+    FLAG(Step, is_announced), FLAG(Step, is_recorded), END};
+static PyMethodDef Step_methods[] = {{NULL, NULL, 0, NULL}};
+COLLECTED(Step, steps, 8)
+
+static PyMemberDef Tracker_members[] = {
+    OBJECT(Tracker, steps), OBJECT(Tracker, running), OBJECT(Tracker, in_flight), OBJECT(Tracker, late),
+    OBJECT(Tracker, details), OBJECT(Tracker, spare), OBJECT(Tracker, spare_events),
+    NUMBER(Tracker, last_id), NUMBER(Tracker, schedule_start), NUMBER(Tracker, schedule_end), NUMBER(Tracker, level),
+    NUMBER(Tracker, group), NUMBER(Tracker, mode_text), NUMBER(Tracker, untimed), FLAG(Tracker, finishing), END};
+static PyMethodDef Tracker_methods[] = {{NULL, NULL, 0, NULL}};
+COLLECTED(Tracker, steps, 7)
+
+static inline int
+has_any(PyObject *list)
+{
+    return list != NULL && PyList_CheckExact(list) && PyList_GET_SIZE(list) > 0;
+}
+
+/* The tracker if its fields have the types that the functions below need; else NULL. */
+static inline Tracker *
+tracker_in(PyObject *object)
+{
+    Tracker *tracker = (Tracker *)object;
+    if (is_none(object) || !is_a(object, &tracker_kind) || is_none(tracker->steps)
+        || !is_a(tracker->steps, &blocks_kind) || ((Blocks *)tracker->steps)->words == NULL
+        || is_none(tracker->in_flight) || is_none(tracker->spare) || !PyList_CheckExact(tracker->in_flight)
+        || !PyList_CheckExact(tracker->spare))
+        return NULL;
+    return tracker;
+}
+
+/* -- events of a device ----------------------------------------------------------------------------------- */
+
+static PyMemberDef Mark_members[] = {
+    OBJECT(Mark, owner), NUMBER(Mark, function), NUMBER(Mark, elapsed), NUMBER(Mark, event), END};
+static PyMethodDef Mark_methods[] = {{NULL, NULL, 0, NULL}};
+COLLECTED(Mark, owner, 1)
+
+typedef int (*recorder)(void *event, void *stream);
+typedef int (*timer)(float *milliseconds, void *begin, void *end);
+
+/* The milliseconds between a step's events, below 0: not available here, or not yet. The events are two functions of
+   the stream, one for the time between them, and the same two as marks where they can be. */
+static float
+elapsed(PyObject *events)
+{
+    if (!PyTuple_Check(events) || PyTuple_GET_SIZE(events) < 5)
+        return -1;
+    Mark *begin = (Mark *)PyTuple_GET_ITEM(events, 3), *end = (Mark *)PyTuple_GET_ITEM(events, 4);
+    float milliseconds = -1;
+    if (!Py_IS_TYPE(begin, mark_type) || !Py_IS_TYPE(end, mark_type) || !begin->elapsed
+        || ((timer)begin->elapsed)(&milliseconds, (void *)begin->event, (void *)end->event) != 0)
+        return -1;
+    return milliseconds < 0 ? 0 : milliseconds;
+}
+
+/* -- arguments --------------------------------------------------------------------------------------------- */
+
+/* Defines the method that takes (args, kwargs), from the function that takes what was passed by position. */
+#define PACKED(type, name)                                                                                 \
+    static PyObject *type##_##name(PyObject *object, PyObject *const *args, Py_ssize_t count)              \
+    {                                                                                                      \
+        PyObject *token = OTHER_CASE;                                                                      \
+        if (count == 2 && PyTuple_Check(args[0]))                                                          \
+            token = name(object, &PyTuple_GET_ITEM(args[0], 0), PyTuple_GET_SIZE(args[0]));                \
+        return token == OTHER_CASE ? call_method(object, s_##name, args, count) : token;                   \
+    }
+
+/* -- a step: scheduled, launched, its result processed ----------------------------------------------------- */
+
+static PyObject *s_schedule_exit, *s_run_enter, *s_run_exit, *s_process_enter, *s_process_exit;
+static PyObject *s_read_late, *s_forward_enter, *s_forward_exit, *s_launch_enter;
+
+static PyObject *
+StepPath_schedule_enter(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
+{
+    return PyLong_FromUnsignedLongLong(now_ns());
+}
+
+static PyObject *
+StepPath_schedule_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    StepPath *self = (StepPath *)object;
+    Tracker *tracker = tracker_in(self->tracker);
+    uint64_t now = now_ns();
+    int is_idle = count == 3 && (args[1] == Py_None || (tracker != NULL && tracker->schedule_start));
+    if (count != 3 || tracker == NULL
+        || (is_idle
+            && (!is_none(self->busy) || has_any(tracker->details) || has_any(tracker->late)
+                || is_none(self->requests) || !PyDict_CheckExact(self->requests)
+                || PyDict_GET_SIZE(self->requests))))
+        return call_method(object, s_schedule_exit, args, count);
+    unsigned long long start = PyLong_AsUnsignedLongLong(args[0]);
+    if (start == (unsigned long long)-1 && PyErr_Occurred())
+        return NULL;
+    tracker->schedule_start = start;
+    tracker->schedule_end = now;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    StepPath *self = (StepPath *)object;
+    uint64_t now = now_ns();
+    Tracker *tracker = tracker_in(self->tracker);
+    if (tracker == NULL || is_none(self->mode_source) || is_none(self->reqs_source) || !self->decodes || count <= self->ran_at || is_none(self->preempted)
+        || !PySet_CheckExact(self->preempted) || PySet_GET_SIZE(self->preempted) || has_any(tracker->details))
+        goto slow;
+    PyObject *batch = args[self->ran_at];
+    uint64_t *words = ((Blocks *)tracker->steps)->words;
+    uint64_t level = words[WORD_LEVEL];
+    if (batch == Py_None || level != tracker->level)
+        goto slow;
+    /* Borrowed references: kept alive by the batch, or the same as before. */
+    PyObject *mode = read_from(batch, self->mode_source);
+    if (mode == NULL)
+        goto unreadable;
+    int is_same = mode == self->mode;
+    Py_DECREF(mode);
+    if (!is_same)
+        goto slow;
+    PyObject *reqs = read_from(batch, self->reqs_source);
+    if (reqs == NULL)
+        goto unreadable;
+    is_same = reqs == self->reqs && PyObject_Size(reqs) == self->size;
+    Py_DECREF(reqs);
+    if (!is_same)
+        goto slow;
+    if (!level || (level == 1 && !self->measures)) {
+        tracker->schedule_start = 0;
+        Py_RETURN_NONE;
+    }
+    uint64_t id = 0;
+    if (level >= 2) {
+        id = ++tracker->last_id;
+        if (!is_none(self->id_source)) {
+            PyObject *shared = read_from(batch, self->id_source);
+            if (shared == NULL)
+                goto unreadable;
+            if (shared != Py_None && (id = PyLong_AsUnsignedLongLong(shared)) == (uint64_t)-1)
+                PyErr_Clear();
+            Py_DECREF(shared);
+            if (!id || id == (uint64_t)-1)
+                id = tracker->last_id;
+        }
+        uint64_t sample = words[WORD_SAMPLE];
+        if (sample < SAMPLE_ALL && (id * 0x9E3779B9u & 0xFFFFFFFFu) >= sample)
+            id = 0;
+        if (!id && !self->measures) {
+            tracker->schedule_start = 0;
+            Py_RETURN_NONE;
+        }
+    }
+    Py_ssize_t spare = PyList_GET_SIZE(tracker->spare);
+    if (!spare)
+        goto slow;
+    Step *step = (Step *)PyList_GET_ITEM(tracker->spare, spare - 1);
+    if (!is_step((PyObject *)step) || step->steps != tracker->steps)
+        goto slow;
+    take(tracker->spare, spare - 1);
+    words += step->block;
+    for (size_t word = 0; word < STEP_FIELDS; word++)
+        words[word] = 0;
+    words[STEP_SPAN_ID] = id;
+    words[STEP_GROUP] = tracker->group;
+    words[SCHEDULE_START] = tracker->schedule_start;
+    words[SCHEDULE_END] = tracker->schedule_start ? tracker->schedule_end : 0;
+    words[RUN_START] = now;
+    words[STEP_MODE] = tracker->mode_text;
+    words[STEP_SIZE] = words[STEP_TOKENS] = (uint64_t)self->size + 1;
+    words[STEP_HEAD] = KIND_STEP;
+    tracker->schedule_start = 0;
+    step->id = id;
+    step->child = CHILD_RUN_BATCH;
+    replace(&step->batch, batch);
+    replace(&tracker->running, (PyObject *)step);
+    return (PyObject *)step;
+unreadable:
+    PyErr_Clear();
+slow:
+    return OTHER_CASE;
+}
+
+PACKED(StepPath, run_enter)
+
+static PyObject *
+StepPath_run_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    StepPath *self = (StepPath *)object;
+    uint64_t now = now_ns();
+    if (count == 3 && args[0] == Py_None)
+        Py_RETURN_NONE;
+    Tracker *tracker = tracker_in(self->tracker);
+    if (count != 3 || tracker == NULL || !is_step(args[0]) || args[2] != Py_None
+        || PyList_GET_SIZE(tracker->in_flight) >= (Py_ssize_t)MOST_IN_FLIGHT)
+        goto slow;
+    Step *step = (Step *)args[0];
+    uint64_t *words = words_of(step);
+    if (words == NULL || !step->is_recorded)
+        goto slow;
+    uint64_t number = 0;
+    if (!is_none(self->number_source)) {
+        PyObject *found = read_from(step->batch, self->number_source);
+        if (found == NULL) {
+            PyErr_Clear();
+            goto slow;
+        }
+        number = number_of(found);
+        Py_DECREF(found);
+    }
+    words[RUN_END] = now;
+    words[STEP_NUMBER] = number;
+    replace(&tracker->running, NULL);
+    replace(&step->result, args[1]);
+    if (append(tracker->in_flight, (PyObject *)step) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+slow:
+    return call_method(object, s_run_exit, args, count);
+}
+
+static PyObject *
+process_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    StepPath *self = (StepPath *)object;
+    uint64_t now = now_ns();
+    Tracker *tracker = tracker_in(self->tracker);
+    if (tracker == NULL)
+        return OTHER_CASE;
+    Py_ssize_t at = 0, in_flight = PyList_GET_SIZE(tracker->in_flight);
+    if (!in_flight)
+        Py_RETURN_NONE;
+    if (count <= self->result_at || count <= self->processed_at || count <= self->processing_at)
+        return OTHER_CASE;
+    /* The first, unless the result of one before it was never processed. By the batch where the launch
+       returned another object than the result. */
+    Step *step = NULL;
+    for (int by_batch = 0; by_batch < 2 && (!by_batch || at == in_flight); by_batch++)
+        for (at = 0; at < in_flight; at++) {
+            step = (Step *)PyList_GET_ITEM(tracker->in_flight, at);
+            if (!is_step((PyObject *)step))
+                return OTHER_CASE;
+            if (by_batch ? step->batch == args[self->processed_at] : step->result == args[self->result_at])
+                break;
+        }
+    uint64_t *words = at == in_flight || !is_none(step->prefill) ? NULL : words_of(step);
+    if (words == NULL)
+        return OTHER_CASE;
+    take(tracker->in_flight, at);
+    words[PROCESS_START] = now;
+    step->child = CHILD_PROCESS_RESULT;
+    replace(&tracker->running, (PyObject *)step);
+    replace(&step->batch, args[self->processed_at]);
+    replace(&step->result, args[self->processing_at]);
+    return (PyObject *)step;
+}
+
+PACKED(StepPath, process_enter)
+
+/* Writes the step's record and frees its object; 0 with an exception set. A slot is free for it. */
+static int
+write_step(Slots *slots, Tracker *tracker, Step *step)
+{
+    uint64_t *words = words_of(step);
+    char *slot = slots->address + slots->offset;
+    uint64_t number = slots->number++;
+    slots->offset += SLOT_BYTES;
+    for (size_t word = 0; word < STEP_FIELDS; word++)
+        ((uint64_t *)slot)[word] = words[word];
+    __atomic_store_n((uint64_t *)(slot + MARK_OFFSET), number, __ATOMIC_RELEASE);
+    words[STEP_HEAD] = 0;
+    if (step->is_announced) {
+        PyObject *spans = PyDict_New();
+        if (spans == NULL)
+            return 0;
+        step->is_announced = 0;
+        Py_CLEAR(step->opened);
+        replace(&step->spans, spans);
+        Py_DECREF(spans);
+    }
+    return step->steps != tracker->steps || append(tracker->spare, (PyObject *)step) == 0;
+}
+
+/* Records the first late steps whose times are available; calls the method in Python if too many are late. */
+static __attribute__((noinline)) PyObject *
+read_late(StepPath *self, Tracker *tracker)
+{
+    Slots *slots = (Slots *)self->slots;
+    Py_ssize_t done = 0;
+    for (; done < PyList_GET_SIZE(tracker->late) && slots->number <= slots->last; done++) {
+        Step *step = (Step *)PyList_GET_ITEM(tracker->late, done);
+        uint64_t *words = is_step((PyObject *)step) ? words_of(step) : NULL;
+        float milliseconds = words == NULL || is_none(step->events) ? -1 : elapsed(step->events);
+        if (milliseconds < 0)
+            break;
+        words[STEP_DEVICE_TIME] = (uint64_t)(milliseconds * 1e6) + 1;
+        tracker->untimed = words[STEP_DEVICE_TIME] <= SHORT_REPLAY_NS ? UNTIMED_REPLAYS : 0;
+        if (append(tracker->spare_events, step->events) < 0)
+            return NULL;
+        Py_CLEAR(step->events);
+        if (!write_step(slots, tracker, step))
+            return NULL;
+    }
+    if (!done && PyList_GET_SIZE(tracker->late) >= (Py_ssize_t)MOST_LATE)
+        return PyObject_CallMethodNoArgs((PyObject *)tracker, s_read_late);
+    if (done && PyList_SetSlice(tracker->late, 0, done, NULL) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    StepPath *self = (StepPath *)object;
+    uint64_t now = now_ns();
+    if (count == 3 && args[0] == Py_None)
+        Py_RETURN_NONE;
+    Tracker *tracker = tracker_in(self->tracker);
+    Slots *slots = (Slots *)self->slots;
+    if (count != 3 || tracker == NULL || !is_step(args[0]) || args[2] != Py_None || tracker->finishing
+        || is_none(tracker->late) || !PyList_CheckExact(tracker->late) || now - self->read_ns >= READING_NS || is_none(self->slots)
+        || is_none(self->requests) || !PyDict_CheckExact(self->requests) || PyDict_GET_SIZE(self->requests) != self->known
+        || !is_a(self->slots, &slots_kind) || slots->address == NULL || slots->number > slots->last)
+        goto slow;
+    Step *step = (Step *)args[0];
+    uint64_t *words = words_of(step);
+    if (words == NULL || !step->is_recorded || !is_none(step->prefill)
+        || is_none(tracker->spare_events) || !PyList_CheckExact(tracker->spare_events))
+        goto slow;
+    words[STEP_WAITING] = self->waiting;
+    words[STEP_RUNNING] = self->running;
+    words[STEP_KV_USAGE] = self->usage;
+    words[PROCESS_END] = now;
+    if (self->measures)
+        replace(&self->busy, step->result);
+    replace(&tracker->running, NULL);
+    Py_CLEAR(step->batch);
+    Py_CLEAR(step->result);
+    if (!is_none(step->events))
+        return append(tracker->late, (PyObject *)step) < 0 ? NULL : read_late(self, tracker);
+    if (!write_step(slots, tracker, step))
+        return NULL;
+    Py_RETURN_NONE;
+slow:
+    return call_method(object, s_process_exit, args, count);
+}
+
+static PyMemberDef StepPath_members[] = {
+    OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, requests), OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
+    OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source), OBJECT(StepPath, id_source),
+    SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
+    SIZE(StepPath, result_at), SIZE(StepPath, size), SIZE(StepPath, known), NUMBER(StepPath, read_ns), NUMBER(StepPath, waiting),
+    NUMBER(StepPath, running), NUMBER(StepPath, usage), FLAG(StepPath, decodes), FLAG(StepPath, measures), END};
+
+#define FAST(type, name) {#name, (PyCFunction)(void (*)(void))type##_##name, METH_FASTCALL, NULL}
+static PyMethodDef StepPath_methods[] = {
+    FAST(StepPath, schedule_enter), FAST(StepPath, schedule_exit), FAST(StepPath, run_enter),
+    FAST(StepPath, run_exit), FAST(StepPath, process_enter), FAST(StepPath, process_exit),
+    {NULL, NULL, 0, NULL}};
+COLLECTED(StepPath, tracker, 10)
+
+/* -- its forward pass -------------------------------------------------------------------------------------- */
+
+/* Records the begin (0) or the end (1) on the device; 0, with an exception set, where that fails. */
+static int
+record_event(ForwardPath *self, Py_ssize_t which)
+{
+    if (PyTuple_GET_SIZE(self->events) > 3) {
+        Mark *mark = (Mark *)PyTuple_GET_ITEM(self->events, 3 + which);
+        if (Py_IS_TYPE(mark, mark_type) && mark->function
+            && ((recorder)mark->function)((void *)mark->event, (void *)self->stream_handle) == 0)
+            return 1;
+    }
+    PyObject *done = PyObject_CallOneArg(PyTuple_GET_ITEM(self->events, which), self->stream);
+    if (done == NULL)
+        return 0;
+    Py_DECREF(done);
+    return 1;
+}
+
+static int
+begin_on_device(ForwardPath *self)
+{
+    self->passes++;
+    self->has_begun = (char)record_event(self, 0);
+    return self->has_begun;
+}
+
+static PyObject *
+forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    ForwardPath *self = (ForwardPath *)object;
+    Tracker *tracker = tracker_in(self->tracker);
+    if (tracker == NULL)
+        return OTHER_CASE;
+    Step *step = (Step *)tracker->running;
+    if (is_none((PyObject *)step) || !step->id || !is_none(self->step))
+        Py_RETURN_NONE;
+    if (!is_step((PyObject *)step) || count <= self->runner_at || args[self->runner_at] != self->met_runner
+        || step->steps != self->met_steps || !((self->passes + 1) & PASSES_PER_STREAM))
+        return OTHER_CASE;
+    uint64_t *words = words_of(step);
+    if (words == NULL)
+        return OTHER_CASE;
+    int is_expected = self->expects >> (words[STEP_MODE] & 63) & 1;
+    int is_timed = self->has_events && !(is_expected && tracker->level < 4 && (self->replays + 1) & tracker->untimed);
+    if (is_timed && !has_any(tracker->spare_events))
+        return OTHER_CASE;
+    self->replays += (unsigned)is_expected;
+    Py_INCREF(step);
+    step->child = CHILD_FORWARD;
+    words[FORWARD_START] = now_ns();
+    words[STEP_GRAPH] = self->eager_text;
+    words[STEP_DEVICE_NAME] = self->device_text;
+    if (is_timed) {
+        PyObject *before = self->events;
+        self->events = take(tracker->spare_events, PyList_GET_SIZE(tracker->spare_events) - 1);
+        Py_XDECREF(before);
+        self->has_begun = self->has_ended = self->has_parts = 0;
+        if (!is_expected && !begin_on_device(self)) {
+            Py_DECREF(step);
+            return NULL;
+        }
+    }
+    replace(&self->step, (PyObject *)step); /* last: its exit, which releases it, comes only after this */
+    return (PyObject *)step;
+}
+
+PACKED(ForwardPath, forward_enter)
+
+static PyObject *
+launch_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
+{
+    ForwardPath *self = (ForwardPath *)object;
+    if (is_none(self->step))
+        Py_RETURN_NONE;
+    uint64_t *words = is_step(self->step) ? words_of((Step *)self->step) : NULL;
+    if (words == NULL || !((self->passes + 1) & PASSES_PER_STREAM))
+        return OTHER_CASE;
+    if (words[STEP_GRAPH] == self->replayed_text) {
+        self->has_parts = 1;
+        Py_RETURN_NONE;
+    }
+    words[STEP_GRAPH] = self->replayed_text;
+    if (!is_none(self->events)) {
+        self->expects |= 1ull << (words[STEP_MODE] & 63);
+        if (!begin_on_device(self))
+            return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+PACKED(ForwardPath, launch_enter)
+
+static PyObject *
+ForwardPath_launch_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    ForwardPath *self = (ForwardPath *)object;
+    if (!is_none(self->events) && self->has_begun && !self->has_parts && count == 3 && args[2] == Py_None) {
+        if (!record_event(self, 1))
+            return NULL;
+        self->has_ended = 1;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+ForwardPath_forward_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    ForwardPath *self = (ForwardPath *)object;
+    if (count == 3 && args[0] == Py_None)
+        Py_RETURN_NONE;
+    uint64_t *words = count == 3 && is_step(args[0]) ? words_of((Step *)args[0]) : NULL;
+    if (words == NULL || args[2] != Py_None || (!is_none(self->events) && !self->has_begun))
+        return call_method(object, s_forward_exit, args, count);
+    Step *step = (Step *)args[0];
+    step->child = CHILD_RUN_BATCH;
+    Py_CLEAR(self->step);
+    if (is_none(self->events)) {
+        if (words[STEP_GRAPH] == self->eager_text) /* no graph replay, unlike the last time */
+            self->expects &= ~(1ull << (words[STEP_MODE] & 63));
+    }
+    else {
+        if ((!self->has_ended || self->has_parts) && !record_event(self, 1)) {
+            Py_CLEAR(self->events);
+            return NULL;
+        }
+        replace(&step->events, self->events);
+        Py_CLEAR(self->events);
+    }
+    words[FORWARD_END] = now_ns();
+    Py_RETURN_NONE;
+}
+
+static PyMemberDef ForwardPath_members[] = {
+    OBJECT(ForwardPath, tracker), OBJECT(ForwardPath, step), OBJECT(ForwardPath, events),
+    OBJECT(ForwardPath, stream), OBJECT(ForwardPath, met_runner), OBJECT(ForwardPath, met_steps),
+    SIZE(ForwardPath, runner_at), NUMBER(ForwardPath, stream_handle), NUMBER(ForwardPath, eager_text), NUMBER(ForwardPath, replayed_text),
+    NUMBER(ForwardPath, device_text), NUMBER(ForwardPath, passes), NUMBER(ForwardPath, expects), NUMBER(ForwardPath, replays),
+    FLAG(ForwardPath, has_begun), FLAG(ForwardPath, has_ended), FLAG(ForwardPath, has_parts),
+    FLAG(ForwardPath, has_events), END};
+static PyMethodDef ForwardPath_methods[] = {
+    FAST(ForwardPath, forward_enter), FAST(ForwardPath, forward_exit), FAST(ForwardPath, launch_enter),
+    FAST(ForwardPath, launch_exit),
+    {NULL, NULL, 0, NULL}};
+COLLECTED(ForwardPath, tracker, 6)
+
+/* -- for watched_call.c ------------------------------------------------------------------------------------ */
+
+PyObject other_case;
+
+entry
+entry_of(PyObject *enter)
+{
+    static const entry entries[][2] = {{StepPath_schedule_enter, StepPath_schedule_enter},
+                                       {StepPath_run_enter, run_enter},
+                                       {StepPath_process_enter, process_enter},
+                                       {ForwardPath_forward_enter, forward_enter},
+                                       {ForwardPath_launch_enter, launch_enter}};
+    if (PyCFunction_Check(enter))
+        for (size_t i = 0; i < sizeof(entries) / sizeof(*entries); i++)
+            if ((PyCFunction)(void (*)(void))entries[i][0] == PyCFunction_GET_FUNCTION(enter))
+                return entries[i][1];
+    return NULL;
+}
+
+/* -- the module -------------------------------------------------------------------------------------------- */
+
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "sgl_aspects.tracing.record.native._decode_path",
+    .m_doc = "A plain decode step, recorded without running any Python.",
+    .m_size = -1,
+};
+
+static PyTypeObject *
+add_type(PyObject *module, const char *name, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromSpec(spec);
+    if (type == NULL || PyModule_AddObjectRef(module, name, type) < 0)
+        return NULL;
+    return (PyTypeObject *)type; /* the static variable's reference */
+}
+
+PyMODINIT_FUNC
+PyInit__decode_path(void)
+{
+    struct {
+        PyObject **place;
+        const char *text;
+    } names[] = {{&s_schedule_exit, "_schedule_exit"}, {&s_run_enter, "_run_enter"},
+                 {&s_run_exit, "_run_exit"},           {&s_process_enter, "_process_enter"},
+                 {&s_process_exit, "_process_exit"},
+                 {&s_forward_enter, "_enter"},         {&s_forward_exit, "_exit"},
+                 {&s_launch_enter, "_launch_enter"},   {&s_read_late, "read_late"}};
+    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
+        *names[i].place = PyUnicode_InternFromString(names[i].text);
+        if (*names[i].place == NULL)
+            return NULL;
+    }
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL)
+        return NULL;
+    blocks_kind.base = add_type(module, "Blocks", &Blocks_spec);
+    slots_kind.base = add_type(module, "Slots", &Slots_spec);
+    step_kind.base = add_type(module, "Step", &Step_spec);
+    tracker_kind.base = add_type(module, "Tracker", &Tracker_spec);
+    mark_type = add_type(module, "Mark", &Mark_spec);
+    if (blocks_kind.base == NULL || slots_kind.base == NULL || step_kind.base == NULL || tracker_kind.base == NULL
+        || mark_type == NULL || add_type(module, "StepPath", &StepPath_spec) == NULL
+        || add_type(module, "ForwardPath", &ForwardPath_spec) == NULL || add_watched_call(module) < 0
+        || PyModule_AddIntMacro(module, CHECKSUM) < 0) { /* of the sources: see native/__init__.py */
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
+}

@@ -1,0 +1,41 @@
+/* The layout of a ring file: the numbers of record/format.py that the C files use. tests/tracing/test_native.py
+   compares them. */
+
+#define HEADER_BYTES 4096ull
+#define SLOT_BYTES 256ull
+#define WORD_LEVEL 32ull
+#define WORD_SAMPLE 34ull
+#define SAMPLE_ALL 4294967296ull
+#define KIND_STEP 8ull
+#define MARK_OFFSET 248ull
+#define STEP_FIELDS 25ull
+#define STEP_HEAD 0ull
+#define STEP_SPAN_ID 1ull
+#define STEP_GROUP 2ull
+#define SCHEDULE_START 3ull
+#define SCHEDULE_END 4ull
+#define RUN_START 5ull
+#define RUN_END 6ull
+#define FORWARD_START 7ull
+#define FORWARD_END 8ull
+#define PROCESS_START 11ull
+#define PROCESS_END 12ull
+#define STEP_MODE 13ull
+#define STEP_SIZE 14ull
+#define STEP_TOKENS 15ull
+#define STEP_NUMBER 16ull
+#define STEP_WAITING 17ull
+#define STEP_RUNNING 18ull
+#define STEP_KV_USAGE 19ull
+#define STEP_DEVICE_TIME 20ull
+#define STEP_GRAPH 21ull
+#define STEP_DEVICE_NAME 22ull
+#define CHILD_RUN_BATCH 2ull
+#define CHILD_FORWARD 3ull
+#define CHILD_PROCESS_RESULT 5ull
+#define READING_NS 200000000ull
+#define PASSES_PER_STREAM 63ull
+#define MOST_IN_FLIGHT 12ull
+#define MOST_LATE 8ull
+#define SHORT_REPLAY_NS 10000000ull
+#define UNTIMED_REPLAYS 7ull
