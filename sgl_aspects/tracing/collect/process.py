@@ -4,9 +4,9 @@
 
 Started by the first process of a run, in a session of its own. One that is killed is restarted once (by
 :mod:`sgl_aspects.run.keeper`), and later by hand: it reads the first one's settings from the run folder and
-goes on after the last record whose span was delivered. A span that is sent twice has the same ids. It ends when every
-process of the run is gone (or the run is closed), after one bounded flush, writes a summary as JSON to
-``REPORT_FD`` (or standard output), and removes the run folder.
+goes on after the last record whose span was delivered. A span that is sent twice has the same ids. It ends
+when every process of the run is gone (or the run is closed), after one bounded flush, writes a summary as
+JSON to ``REPORT_FD`` (or standard output), and removes the run folder.
 """
 
 from __future__ import annotations
