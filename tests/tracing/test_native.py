@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from sgl_aspects.weaving import Advice, HookType, Target, weave as weave_advice
 from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.runtime.core import ForwardMode
-from sgl_aspects.tracing import native
+from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.forward import ForwardObserver
@@ -158,7 +158,7 @@ def spans(folder: Path, switch: str) -> tuple[bool, list[list[object]]]:
 
 def state(before: str = "pass", **environment: str) -> str:
     """The state of the compiled path in a process, after the statements ``before``."""
-    program = f"import sys, types; {before}; from sgl_aspects.tracing import native; print(native.state())"
+    program = f"import sys, types; {before}; from sgl_aspects.tracing.record import native; print(native.state())"
     return run(program, **environment).stdout.strip()
 
 
