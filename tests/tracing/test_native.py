@@ -158,7 +158,8 @@ def spans(folder: Path, switch: str) -> tuple[bool, list[list[object]]]:
 
 def state(before: str = "pass", **environment: str) -> str:
     """The state of the compiled path in a process, after the statements ``before``."""
-    program = f"import sys, types; {before}; from sgl_aspects.tracing.record import native; print(native.state())"
+    imported = "from sgl_aspects.tracing.record import native"
+    program = f"import sys, types; {before}; {imported}; print(native.state())"
     return run(program, **environment).stdout.strip()
 
 
