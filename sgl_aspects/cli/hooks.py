@@ -1,4 +1,4 @@
-"""``sgl-aspects hooks``: every hook, its target and its calls."""
+"""``sgl-aspects hooks``: every hook, its target and its calls; whether it fits other versions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from sgl_aspects.run.process_reports import ProcessReport, read_all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("show", "lock", "lint"),
+        default="show",
+        help="show the hooks; lock: write what their targets are in this version; lint: compare that "
+        "with other versions, with exit status 1 if a hook needs its author",
+    )
+    parser.add_argument("--lock", default="hooks.lock", metavar="FILE", help="of lock and lint (hooks.lock)")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        default=[],
+        metavar="WHEEL",
+        help="of lint: wheels, or folders that hold a package",
+    )
     add_source(parser)
 
 
@@ -25,6 +41,13 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Exit status 1 if lint found a hook that needs its author."""
+    if arguments.action != "show":
+        from sgl_aspects.cli import hook_lock
+
+        if arguments.action == "lint":
+            return hook_lock.lint(arguments.lock, arguments.against, as_json=arguments.json)
+        return hook_lock.lock(arguments.lock, reports(arguments.folder))
     processes = list(reports(arguments.folder))
     if arguments.json:
         print(json.dumps([process.as_dict() for process in processes], default=str, indent=2))

@@ -11,8 +11,9 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from sgl_aspects.engines.base import Engine
 from sgl_aspects.errors import ConfigError
@@ -25,6 +26,20 @@ class FoundRole:
     role: str
     target: str | None
     alternates: tuple[str, ...]
+
+
+class Definition(NamedTuple):
+    """A function, class or other name that a module defines.
+
+    :param path: the names that lead to it within its module, ``Class.method``.
+    """
+
+    module: str
+    path: str
+    node: ast.stmt
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.path}"
 
 
 class Source:
@@ -40,7 +55,11 @@ class Source:
         else:
             raise ConfigError(f"{path} is neither a wheel nor a folder; name one that holds the engine")
         self.tree = lru_cache(maxsize=None)(self._parse)
-        self.modules = tuple(self._modules())
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """The names of all modules."""
+        return tuple(self._modules())
 
     @property
     def version(self) -> str:
@@ -59,50 +78,56 @@ class Source:
             yield FoundRole(name, found, role.targets)
 
     def defines(self, target: str) -> bool:
-        """Return whether ``"pkg.mod:Class.method"``, ``"pkg.mod:function"`` or a match of a pattern exists.
+        """Return whether the target, or a match of a pattern, exists."""
+        return any(True for _ in self.find(target))
 
-        ``"pkg.mod:Class+.method"``: the class or one that derives from it has the method.
+    def find(self, target: str) -> Iterator[Definition]:
+        """Yield the definitions of ``"pkg.mod:Class.method"``, ``"pkg.mod:function"`` or a pattern's matches.
+
+        ``"pkg.mod:Class+.method"``: of the class, and of those that derive from it. A method that a class
+        inherits is the definition in its base.
         """
         module, _, path = target.partition(":")
         names = path.split(".")
         if names[0].endswith("+"):
             names[0] = names[0].removesuffix("+")
-            return self._has(module, names, frozenset()) or self._subclass_has(module, names)
-        if "*" not in target:
-            return self._has(module, names, frozenset())
-        fits = _expression(module).fullmatch
-        return any(self._matches(name, names) for name in self.modules if fits(name))
+            yield from filter(None, [self._find(module, names, frozenset())])
+            yield from self._in_subclasses(module, names)
+        elif "*" not in target:
+            yield from filter(None, [self._find(module, names, frozenset())])
+        else:
+            fits = _expression(module).fullmatch
+            for name in filter(fits, self.modules):
+                yield from self._matches(name, names)
 
-    def _matches(self, module: str, names: list[str]) -> bool:
-        """Return whether the module itself defines a class that matches the first name, with the last one in
-        it.
-        """
-        text = self._read(module.replace(".", "/") + ".py")
-        if text is None or names[-1].encode() not in text:
-            return False
-        tree, fits = self.tree(module), _expression(names[0]).fullmatch
-        return tree is not None and any(
-            fits(node.name) and any(_name_of(member) == names[-1] for member in _statements(node.body))
-            for node in _statements(tree.body)
-            if isinstance(node, ast.ClassDef)
-        )
+    def moved(self, module: str, path: str) -> Definition | None:
+        """Return the only definition of ``path`` in another module of the same package."""
+        package = module.partition(".")[0]
+        others = [name for name in self.modules if name.partition(".")[0] == package]
+        found = [one for name in others for one in self._matches(name, path.split("."))]
+        return found[0] if len(found) == 1 else None
 
-    def _subclass_has(self, module: str, names: list[str]) -> bool:
-        """Return whether a class that derives from the first name, in any module, defines the last one
-        itself.
-        """
+    def _matches(self, module: str, names: list[str]) -> Iterator[Definition]:
+        """Yield what the module itself defines under the names, which may have wildcards."""
+        text = self._text(module) or b""
+        plain = [name.encode() for name in names if "*" not in name]
+        if all(name in text for name in plain) and (tree := self.tree(module)) is not None:
+            yield from _defined(tree.body, module, names, "")
+
+    def _in_subclasses(self, module: str, names: list[str]) -> Iterator[Definition]:
+        """Yield the last name's definitions in classes of any module that derive from the first name."""
         root = self._origin(module, names[0])
         for other in self.modules:
-            text = self._read(other.replace(".", "/") + ".py") or b""
-            tree = self.tree(other) if names[-1].encode() in text else None
-            for node in _statements(tree.body) if tree is not None else ():
-                if (
-                    isinstance(node, ast.ClassDef)
-                    and any(_name_of(member) == names[-1] for member in _statements(node.body))
-                    and self._derives(other, node, root, frozenset())
-                ):
-                    return True
-        return False
+            for found in self._matches(other, ["*", *names[1:]]):
+                owner = found.path.partition(".")[0]
+                tree = self.tree(other)
+                for node in _statements(tree.body) if tree is not None else ():
+                    if (
+                        isinstance(node, ast.ClassDef)
+                        and node.name == owner
+                        and self._derives(other, node, root, frozenset())
+                    ):
+                        yield found
 
     def _derives(
         self, module: str, node: ast.ClassDef, root: tuple[str, str], seen: frozenset[tuple[str, str]]
@@ -123,48 +148,44 @@ class Source:
 
     def _origin(self, module: str, name: str) -> tuple[str, str]:
         """Find the definition of the class ``name`` in ``module``, as far as imports can be followed."""
-        seen: set[tuple[str, str]] = set()
-        while (module, name) not in seen:
-            seen.add((module, name))
-            tree = self.tree(module)
-            if tree is None or any(_name_of(node) == name for node in _statements(tree.body)):
-                break
-            module, name = _imports(tree).get(name, (module, name))
-        return module, name
+        found = self._find(module, [name], frozenset())
+        return (found.module, found.path) if found is not None else (module, name)
 
-    def _has(self, module: str, names: list[str], seen: frozenset[tuple[str, str]]) -> bool:
+    def _find(self, module: str, names: list[str], seen: frozenset[tuple[str, str]]) -> Definition | None:
         tree = self.tree(module)
         if tree is None or (module, names[0]) in seen:
-            return False
+            return None
         seen |= {(module, names[0])}
         for node in _statements(tree.body):
-            if _name_of(node) != names[0]:
-                continue
-            if len(names) == 1:
-                return True
-            if isinstance(node, ast.ClassDef):
-                return self._class_has(module, node, names[1], seen)
+            if _name_of(node) == names[0]:
+                if len(names) == 1:
+                    return Definition(module, names[0], node)
+                if isinstance(node, ast.ClassDef):
+                    return self._find_in_class(module, node, names[1], seen)
         # Not defined there, but imported from elsewhere under this name?
         origin = _imports(tree).get(names[0])
-        return origin is not None and self._has(origin[0], [origin[1], *names[1:]], seen)
+        return None if origin is None else self._find(origin[0], [origin[1], *names[1:]], seen)
 
-    def _class_has(
+    def _find_in_class(
         self, module: str, node: ast.ClassDef, name: str, seen: frozenset[tuple[str, str]]
-    ) -> bool:
-        if any(_name_of(member) == name for member in _statements(node.body)):
-            return True
+    ) -> Definition | None:
+        for member in _statements(node.body):
+            if _name_of(member) == name:
+                return Definition(module, f"{node.name}.{name}", member)
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-        return any(self._has(module, [base, name], seen) for base in bases)
+        inherited = (self._find(module, [base, name], seen) for base in bases)
+        return next(filter(None, inherited), None)
 
     def _parse(self, module: str) -> ast.Module | None:
+        text = self._text(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # in the engine's own spelling
+            return None if text is None else ast.parse(text)
+
+    def _text(self, module: str) -> bytes | None:
         stem = module.replace(".", "/")
-        for name in (f"{stem}.py", f"{stem}/__init__.py"):
-            text = self._read(name)
-            if text is not None:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # in the engine's own spelling
-                    return ast.parse(text)
-        return None
+        package = self._read(f"{stem}/__init__.py")
+        return self._read(f"{stem}.py") if package is None else package
 
     def _modules(self) -> Iterator[str]:
         names = self._archive.namelist() if self._archive is not None else self._files()
@@ -190,6 +211,18 @@ class Source:
 def _expression(pattern: str) -> re.Pattern[str]:
     """Match a pattern: ``*`` stays within a segment, ``**`` spans any number of them."""
     return re.compile(re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*"))
+
+
+def _defined(body: list[ast.stmt], module: str, names: list[str], prefix: str) -> Iterator[Definition]:
+    fits = _expression(names[0]).fullmatch
+    for node in _statements(body):
+        name = _name_of(node)
+        if name is None or not fits(name):
+            continue
+        if len(names) == 1:
+            yield Definition(module, prefix + name, node)
+        elif isinstance(node, ast.ClassDef):
+            yield from _defined(node.body, module, names[1:], f"{prefix}{name}.")
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from sgl_aspects.engines import SGLANG
 from sgl_aspects.engines.base import AttributeReader, Engine, Role
 from sgl_aspects.engines.source import Source
 from sgl_aspects.errors import ConfigError
-from tests.support.distributions import install
+from tests.support.distributions import install, wheel
 
 MODULES = {
     "engine/__init__.py": "raise SystemExit('this was run')",
@@ -43,14 +42,6 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
             (tmp_path / name).write_text(text)
         return Source(tmp_path)
     return Source(wheel(tmp_path, "engine-1.2-py3-none-any.whl", MODULES))
-
-
-def wheel(folder: Path, name: str, modules: dict[str, str]) -> Path:
-    path = folder / name
-    with zipfile.ZipFile(path, "w") as archive:
-        for module, text in modules.items():
-            archive.writestr(module, text)
-    return path
 
 
 @pytest.mark.parametrize(

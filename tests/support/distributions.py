@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 
@@ -19,3 +20,12 @@ def install_plugin(folder: Path, name: str, code: str, group: str = "sgl_aspects
     """Install a distribution with one module, whose ``activate`` is a plugin of this group."""
     (folder / f"{name}.py").write_text(code)
     install(folder, name, f"[{group}]\n{name} = {name}:activate\n")
+
+
+def wheel(folder: Path, name: str, modules: dict[str, str]) -> Path:
+    """Write a wheel that holds these files, and nothing else."""
+    path = folder / name
+    with zipfile.ZipFile(path, "w") as archive:
+        for module, text in modules.items():
+            archive.writestr(module, text)
+    return path
