@@ -15,7 +15,7 @@ from sgl_aspects.engines import fingerprints
 from sgl_aspects.engines.fingerprints import Change, Fingerprint, LockedHook
 from sgl_aspects.engines.source import Source
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.process_reports import ProcessReport
+from sgl_aspects.run.process_reports import ProcessReport
 
 _OURS = "sgl-aspects"
 _VERSION = 1
