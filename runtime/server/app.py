@@ -109,7 +109,7 @@ class ServerApp:
 
         Returns when they are in place: after the answers that have begun.
         """
-        logger.warning("weights of %r requested by %s", body.model_path, _address(request))
+        logger.info("weights of %r requested by %s", body.model_path, _address(request))
         try:
             await asyncio.to_thread(self.engine.update_weights, body.model_path)
         except ModelLoadError as error:
@@ -118,7 +118,7 @@ class ServerApp:
 
     async def take_profile(self, request: Request, body: protocol.ProfileRequest) -> Response:
         """Profile the next steps. Returns at once: a server without requests takes no steps."""
-        logger.warning("profile of %d steps requested by %s", body.num_steps, _address(request))
+        logger.info("profile of %d steps requested by %s", body.num_steps, _address(request))
         files = await asyncio.to_thread(self.engine.start_profile, body.num_steps)
         return _json(protocol.ProfileStarted(files=[str(file) for file in files]))
 

@@ -79,9 +79,7 @@ class _Serving:
             loop.add_signal_handler(number, self._stop)
         host, port = self._listener.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
-        logger.warning(
-            "serving %s at http://%s:%d/v1", self._engine.server_args.served_model_name, name, port
-        )
+        logger.info("serving %s at http://%s:%d/v1", self._engine.server_args.served_model_name, name, port)
         tasks = [
             asyncio.ensure_future(work())
             for work in (self._watch_engine, self._end_in_order, self._close_silent_connections)
@@ -104,7 +102,7 @@ class _Serving:
     async def _end_in_order(self) -> None:
         await self._stopping.wait()
         calls, patience = self._app.calls, self._settings.shutdown_timeout
-        logger.warning("stopping: %d answers under way get up to %g s", calls.count, patience)
+        logger.info("stopping: %d answers under way get up to %g s", calls.count, patience)
         calls.closed = _STOPPING
         self._server.should_exit = True  # closes the listener, then waits for open connections
         with contextlib.suppress(asyncio.TimeoutError):

@@ -1,10 +1,15 @@
-"""Types for ``add_argument(type=…)``, whose error messages name valid values."""
+"""Flags of several commands: their types, and errors that name what was typed."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from sgl_aspects.errors import AspectsError
 
 
 def positive_integer(text: str) -> int:
@@ -24,3 +29,17 @@ def writable_file(text: str) -> Path:
     if os.path.isdir(file) or not os.path.isdir(file.parent):
         raise argparse.ArgumentTypeError(f"{text!r}: write a file in a folder that exists")
     return file
+
+
+@contextlib.contextmanager
+def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
+    """Have errors in the block name flags. ``flags``: by the variable or field that a flag sets."""
+    try:
+        yield
+    except AspectsError as error:
+        text = str(error)
+        for name, flag in flags.items():
+            text = re.sub(rf"\b{name}=", f"{flag} ", text)
+            if "_" in name:  # otherwise it may be an ordinary word
+                text = re.sub(rf"\b{name}\b", flag, text)
+        raise type(error)(text) from error

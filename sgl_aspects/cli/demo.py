@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the longest answer (default: 64 tokens)",
     )
     parser.add_argument(
-        "--otlp-endpoint",
+        "--endpoint",
         metavar="URL",
         help="also send the spans to this OTLP endpoint, such as http://localhost:4318 "
         "(default: OTEL_EXPORTER_OTLP_ENDPOINT, where it is set)",
@@ -73,12 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     name = SMOLLM2.name if arguments.model is None else Path(arguments.model).resolve().name
     model_path = ensure_model() if arguments.model is None else arguments.model
     file = _new_file(arguments.output)
-    endpoint = arguments.otlp_endpoint or next(filter(None, map(env.text, _ENDPOINT_VARIABLES)), None)
+    endpoint = arguments.endpoint or next(filter(None, map(env.text, _ENDPOINT_VARIABLES)), None)
     with _silent_children():
         session = attach(
             level=3,
             exporters=_exporters(endpoint),
-            endpoint=arguments.otlp_endpoint,
+            endpoint=arguments.endpoint,
             file=str(file),
             service_name=env.text("OTEL_SERVICE_NAME") or "sgl-aspects-demo",
         )

@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
-from sgl_aspects.cli.hooks import add_source, reports
+from sgl_aspects.cli.hooks import add_source, reports, sorted_hooks
 from sgl_aspects.run.process_reports import ProcessReport
+from sgl_aspects.terminal import counted
 from sgl_aspects.tracing.record import native
 from sgl_aspects.weaving import HookReport, State
 
@@ -60,8 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        hooks = {(hook.target, hook.hook) for process in processes for hook in process.report.hooks}
-        print(f"{len(hooks)} hooks in {len(processes)} processes, {len(findings)} findings")
+        own, ours, absent = sorted_hooks(hook for process in processes for hook in process.report.hooks)
+        hooks = counted(len({(hook.target, hook.hook) for hook in own}), "hook")
+        print(f"{hooks} in {counted(len(processes), 'process')}, {counted(len(findings), 'finding')}")
+        called = {hook.target for hook in ours if hook.calls}
+        print(f"tracing: {counted(len({hook.target for hook in ours}), 'hook')}, {len(called)} called")
+        if absent:
+            print(absent)
         print(f"compiled step path: {native.state()}")
         for finding in findings:
             print(f"\n{finding.severity}: {finding.what}\n  {finding.why}\n  -> {finding.advice}")
@@ -69,12 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(processes: Iterable[ProcessReport]) -> Iterator[Finding]:
-    """Combine the reports of a run: a hook that is idle in one process may be busy in another."""
+    """Combine the reports of a run: a hook that is idle in one process may be busy in another.
+
+    Of the tracing's own hooks only those that failed: an engine's version or use may have no place for one.
+    """
     processes = list(processes)
+    own, ours, _ = sorted_hooks(hook for process in processes for hook in process.report.hooks)
     hooks: dict[tuple[str, str], list[HookReport]] = {}
-    for process in processes:
-        for hook in process.report.hooks:
-            hooks.setdefault((hook.target, hook.hook), []).append(hook)
+    for hook in own + [each for each in ours if each.errors or each.state is State.FAILED]:
+        hooks.setdefault((hook.target, hook.hook), []).append(hook)
     for (target, name), found in hooks.items():
         yield from _diagnose_hook(f"{name} on {target}", found)
     for process in processes:

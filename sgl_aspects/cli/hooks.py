@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterable
 
 from sgl_aspects.run.process_reports import ProcessReport, read_all
+from sgl_aspects.weaving import HookReport, State
+
+_OURS = "sgl-aspects"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +59,34 @@ def run(arguments: argparse.Namespace) -> int:
     for process in processes:
         state = "" if process.ended else "  (killed: the state of its latest report)"
         print(f"process {process.process_id}{state}  {process.command}")
-        for line in str(process.report).splitlines():
+        own, ours, absent = sorted_hooks(process.report.hooks)
+        for line in str(process.report._replace(hooks=(*own, *ours))).splitlines():
             print(f"  {line}")
+        if absent:
+            print(f"  {absent}")
     return 0
+
+
+def sorted_hooks(hooks: Iterable[HookReport]) -> tuple[list[HookReport], list[HookReport], str]:
+    """Return users' hooks, those of the tracing, and a line about those for engines that are not here."""
+    own: list[HookReport] = []
+    ours: dict[str, list[HookReport]] = {}
+    for hook in hooks:
+        if hook.source is not None and hook.source.dist_name == _OURS:
+            ours.setdefault(_engine(hook), []).append(hook)
+        else:
+            own.append(hook)
+    here = [name for name, found in ours.items() if any(hook.state is not State.PENDING for hook in found)]
+    counts = Counter({name: len(found) for name, found in ours.items() if name not in here})
+    counted = ", ".join(f"{name} ({count})" for name, count in counts.items())
+    line = f"the tracing's hooks wait for engines that are not loaded here: {counted}" if counted else ""
+    return own, [hook for name in here for hook in ours[name]], line
+
+
+def _engine(hook: HookReport) -> str:
+    """Return the package that the hook's target is in, the embedded engine's by its name."""
+    package = hook.target.partition(":")[0].partition(".")[0]
+    return "embedded" if package == "sgl_aspects" else package
 
 
 def reports(folder: str | None) -> Iterable[ProcessReport]:

@@ -11,11 +11,13 @@ Exit statuses: 0 success; 2 an error that the user can act on, reported in one l
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sgl_aspects import packages
@@ -64,6 +66,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "version", "Show the versions of sgl-aspects and of its dependencies.", "sgl_aspects.cli.version"
     ),
+    Command("completion", "Print completions of commands for a shell.", "sgl_aspects.cli.completion"),
 )
 
 
@@ -110,19 +113,43 @@ def _complain(message: str) -> int:
     return 2
 
 
+def command_parser(command: Command) -> argparse.ArgumentParser:
+    """Return the parser of one command; imports its module."""
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} {command.name}", description=command.help)
+    module = importlib.import_module(command.module)
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
+    return parser
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the long options that the parser's help shows."""
+    shown = re.findall(r"^  (-.*?)(?:  |$)", parser.format_help(), re.MULTILINE)
+    return re.findall(r"--[a-z][\w-]*", " ".join(shown))
+
+
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Attach, trace, replace: any function of an LLM inference engine."
-    )
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    # Only the requested subcommand's module is imported: the others' flags are not needed.
-    requested = next((word for word in words if not word.startswith("-")), None)
-    for command in COMMANDS:
-        subparser = subparsers.add_parser(
-            command.name, aliases=command.aliases, help=command.help, description=command.help
+    named = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
+    if not words or words[0] not in named:
+        overview = argparse.ArgumentParser(
+            prog=PROGRAM, description="Attach, trace, replace: any function of an LLM inference engine."
         )
-        if requested in (command.name, *command.aliases):
-            module = importlib.import_module(command.module)
-            module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
-    return parser.parse_args(words)
+        subparsers = overview.add_subparsers(dest="command", metavar="COMMAND", required=True)
+        for command in COMMANDS:
+            subparsers.add_parser(command.name, aliases=command.aliases, help=command.help)
+        if words and not words[0].startswith("-"):
+            overview.error(f"there is no command {words[0]!r}{_or_near(words[0], named)}")
+        return overview.parse_args(words)
+    parser = command_parser(named[words[0]])
+    arguments, unknown = parser.parse_known_args(words[1:])
+    program = getattr(arguments, "command", [])  # its words begin at the first unknown one
+    unknown = unknown or [word for word in program[:1] if word.startswith("-") and word != "--"]
+    if unknown:
+        option = unknown[0].partition("=")[0]
+        parser.error(f"unknown argument {option}{_or_near(option, options_of(parser))}")
+    return arguments
+
+
+def _or_near(word: str, choices: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(choices), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

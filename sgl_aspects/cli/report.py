@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from sgl_aspects.cli.arguments import writable_file
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.files import private
+from sgl_aspects.terminal import counted
 
 if TYPE_CHECKING:
     from sgl_aspects.analysis.sources import Run
@@ -54,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
             page.write(text)
     except OSError as error:
         raise ConfigError(f"{output}: {error.strerror}") from error
-    requests = sum(span.is_server for span in found.spans)
+    requests = counted(sum(span.is_server for span in found.spans), "request")
     where = "a browser" if arguments.format == "page" else "ui.perfetto.dev"
     size = f"{len(text) / 1e6:.1f} MB"
-    print(f"{output}: {requests} requests, {len(found.spans)} spans, {size}. Open it in {where}.")
+    print(f"{output}: {requests}, {counted(len(found.spans), 'span')}, {size}. Open it in {where}.")
     for clock in found.clocks:
         print(f"clock of {clock}")
     return 0

@@ -13,12 +13,20 @@ from typing import NoReturn
 
 from sgl_aspects import bootstrap, config, env
 from sgl_aspects.bootstrap import dormant
+from sgl_aspects.cli.arguments import naming_flags
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run import process_reports
 
 _TRACE, _RUN = "ASPECTS_TRACE", "ASPECTS_TRACE_RUN"
 # Requests alone: steps, each with a trace of its own, would flood a backend's list. `control` adds them.
 _LEVEL = "1"
+#: The flag that sets each variable.
+_FLAGS = {
+    "SGL_ASPECTS_TRACE": "level",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "endpoint",
+    "SGL_ASPECTS_TRACE_FILE": "file",
+    "OTEL_EXPORTER_PROMETHEUS_PORT": "prometheus",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.summary:
         environment["ASPECTS_TRACE_SUMMARY"] = "1"
     print(end="", flush=True)  # also without a standard output
+    _announce(environment)
     return _become(program, command, environment)
 
 
@@ -102,6 +111,22 @@ def _begin_file(environment: dict[str, str]) -> None:
                 except OSError as error:
                     raise ConfigError(f"{path}: {error.strerror}") from error
         environment[env.spelled(BEGUN, environment)] = "\n".join(settings.written())
+
+
+def _announce(environment: dict[str, str]) -> None:
+    """Say on standard error what is traced, and where it goes."""
+    from sgl_aspects.tracing.settings import TraceSettings
+    from sgl_aspects.tracing.variables import refuses_connections
+
+    with env.reading_from(environment):
+        settings = TraceSettings.from_environment()
+        if settings.level and settings.recorder == "ring":
+            what = " ".join(("requests", "+ scheduler", "+ forward", "+ layers")[: settings.level])
+            places = settings.destinations()
+            if "otlp" in settings.exporters and refuses_connections(places[0]):
+                places[0] += " (nothing listens there yet)"
+            where = ", ".join(places) or "no exporter"
+            print(f"sgl-aspects: tracing {what} (--level {settings.level}) to {where}", file=sys.stderr)
 
 
 def program_of(command: Sequence[str]) -> str:
@@ -168,7 +193,8 @@ def trace_environment(given: Mapping[str, str], arguments: argparse.Namespace, l
     from sgl_aspects.tracing.export.prometheus_port import require_port
     from sgl_aspects.tracing.settings import TraceSettings
 
-    with env.reading_from(environment):
+    typed = {name: f"--{flag}" for name, flag in _FLAGS.items() if getattr(arguments, flag) is not None}
+    with naming_flags(typed), env.reading_from(environment):
         settings = TraceSettings.from_environment()
         if settings.level:
             require_port(settings.checked())

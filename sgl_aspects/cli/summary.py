@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sgl_aspects.analysis.numbers import RunReport
+from sgl_aspects.terminal import counted
 from sgl_aspects.view.text import duration
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ def print_delivery(console: Console, summary: TraceSummary, file: Path, endpoint
     if summary.problem:
         console.print(Text(f"Tracing: {summary.problem}", style="bold red"))
         return
-    console.print(Text.assemble(f"{written} spans written to ", (str(file), "bold")), soft_wrap=True)
+    console.print(
+        Text.assemble(f"{counted(written, 'span')} written to ", (str(file), "bold")), soft_wrap=True
+    )
     lost = (
         summary.dropped + summary.unjoined + summary.damaged + summary.not_delivered.get("otlp-json-file", 0)
     )
@@ -68,8 +71,8 @@ def _numbers(report: RunReport) -> Table:
 
 
 def _totals(report: RunReport) -> str:
-    requests = len(report.requests)
-    return f"{report.output_tokens} tokens of {requests} requests in {duration(report.seconds)}"
+    requests = counted(len(report.requests), "request")
+    return f"{report.output_tokens} tokens of {requests} in {duration(report.seconds)}"
 
 
 def _spread(times: Sequence[float]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from sgl_aspects.cli.arguments import positive_integer
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.terminal import counted
 from sgl_aspects.tracing.collect.rings import rings
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         TopApp(live, max(0.05, arguments.interval)).run()
         ended = "The run has ended. " if live.has_ended() else ""
-        print(f"{ended}{live.finished_requests} requests finished.")
+        print(f"{ended}{counted(live.finished_requests, 'request')} finished.")
         return 0
     finally:
         live.close()

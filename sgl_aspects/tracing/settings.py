@@ -54,7 +54,13 @@ from sgl_aspects.tracing.sampling import (
     sampler_from_environment,
     takes_callers_context,
 )
-from sgl_aspects.tracing.variables import check_exported, check_otlp, normalise
+from sgl_aspects.tracing.variables import (
+    check_exported,
+    check_otlp,
+    normalise,
+    secrets,
+    without_secrets,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -239,6 +245,22 @@ class TraceSettings:
         """Return the files that the exporters of spans write."""
         files = {"otlp-json-file": self.file or "", "perfetto": self.perfetto_file}
         return tuple(path for name, path in files.items() if name in self.exporters)
+
+    def destinations(self) -> list[str]:
+        """Return where spans and metrics go: OTLP's endpoint first, files, names of other exporters."""
+        places = {
+            "otlp": self.otlp_endpoint(),
+            "prometheus": f"http://{self.prometheus_host}:{self.prometheus_port}/metrics",
+            "otlp-json-file": self.file or "",
+            "perfetto": self.perfetto_file,
+        }
+        names = {*self.exporters, *self.metric_exporters} - {"none"}
+        return [places.get(name, name) for name in sorted(names, key=lambda name: (name != "otlp", name))]
+
+    def otlp_endpoint(self) -> str:
+        """Return the endpoint of the spans, without what may be secret; OpenTelemetry's own if unset."""
+        default = "http://localhost:4317" if self.protocol == "grpc" else "http://localhost:4318"
+        return without_secrets(self.endpoint or default, secrets())
 
     def prints(self) -> bool:
         """Return whether an exporter may write to standard output: the console's, and third-party ones."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 from collections.abc import MutableMapping
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
@@ -46,6 +48,7 @@ _SHORTEST_SECRET = 6
 # In seconds here, but in milliseconds elsewhere.
 _UNLIKELY_SECONDS = 1000
 _SIGNALS = ("TRACES", "METRICS")
+_PROBE_SECONDS = 0.3
 
 
 def normalise(variables: MutableMapping[str, str]) -> None:
@@ -158,6 +161,21 @@ def check_otlp(signal: str, protocol: str, endpoint: str | None) -> None:
         if path is not None and not (os.path.isfile(path) and os.access(path, os.R_OK)):
             raise ConfigError(f"{name}={path!r}: there is no such file, or it cannot be read")
     _check_certificates(signal)
+
+
+def refuses_connections(endpoint: str) -> bool:
+    """Return whether nothing listens at the endpoint; False where a proxy is used or an answer is slow."""
+    parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
+    try:
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        if getproxies() and not proxy_bypass(host):
+            return False
+        with socket.create_connection((host, port), _PROBE_SECONDS):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
 
 
 def secrets() -> list[str]:

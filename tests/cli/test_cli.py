@@ -76,6 +76,53 @@ def test_no_command_and_an_unknown_one_are_usage_errors(capsys: pytest.CaptureFi
     assert "nonesuch" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["repot"], "sgl-aspects: error: there is no command 'repot'; did you mean report?"),
+        (["report", "--outptu", "x"], "error: unknown argument --outptu; did you mean --output?"),
+        (["run", "--levle=2", "--", "true"], "error: unknown argument --levle; did you mean --level?"),
+        (["top", "--nothing-like-it"], "error: unknown argument --nothing-like-it"),
+    ],
+)
+def test_near_commands_and_options_are_offered(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "--level", "9", "--", "true"], "--level '9': choose one of off, "),
+        (["run", "--file", "/nowhere/x", "--", "true"], "--file '/nowhere/x': name a file in"),
+        (["serve", "--model", "nowhere"], "no model at nowhere: it does not exist. --model is a local"),
+        (["serve", "--model", "x", "--max-total-tokens", "-3"], "--max-total-tokens -3: write a whole"),
+        (["report", "nowhere"], "nowhere: No such file or directory. Name an OTLP-JSON file"),
+    ],
+)
+def test_errors_name_what_was_typed(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_shell_completes_commands_and_their_options(tmp_path: Path) -> None:
+    script = (
+        f'eval "$({shlex.quote(sys.executable)} -m sgl_aspects completion bash)"; '
+        "answer() { COMP_WORDS=(sgl-aspects $1 $2) COMP_CWORD=$#; _sgl_aspects; echo ${COMPREPLY[@]}; }; "
+        "answer rep; answer why --; answer ctl --sa"
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    commands, none, options = done.stdout.splitlines()
+    assert (commands, options) == ("report", "--sample")
+    assert "--help" in none
+
+
 def test_the_status_of_a_command_is_the_programs(stand_in: types.ModuleType) -> None:
     assert stand_in
     assert main(["stand-in", "--count", "7"]) == 7

@@ -44,7 +44,13 @@ from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.export.span_exporters import NoExporter, Pipeline, close_all, make_pipeline
 from sgl_aspects.tracing.records import Record, SpanEnd
 from sgl_aspects.tracing.settings import TraceSettings
-from sgl_aspects.tracing.variables import SpanLimits, normalise, secrets, without_secrets
+from sgl_aspects.tracing.variables import (
+    SpanLimits,
+    normalise,
+    refuses_connections,
+    secrets,
+    without_secrets,
+)
 
 _Made = TypeVar("_Made")
 
@@ -153,9 +159,10 @@ class Collector:
         self._joiner.finish()
         self._offer()
         deadline = time.monotonic() + self._settings.flush_seconds
+        is_absent = self._give_up_absent_backend()
         close_all(self._pipelines, self._settings.flush_seconds)
-        reads_on = False
-        if self._metrics is not None:
+        reads_on = is_absent and self._settings.metric_exporters == ("otlp",)
+        if self._metrics is not None and not reads_on:
             reads_on = not self._metrics.close(max(_METRICS_SECONDS, deadline - time.monotonic()))
         joiner = self._joiner
         summary = TraceSummary(
@@ -172,6 +179,17 @@ class Collector:
         if not reads_on:
             self._reader.close()
         return summary
+
+    def _give_up_absent_backend(self) -> bool:
+        """Do not wait for a backend that has taken nothing in this run, and where nothing listens now."""
+        otlp = [pipeline for pipeline in self._pipelines if pipeline.name == "otlp"]
+        endpoint = self._settings.otlp_endpoint()
+        if not otlp or any(pipeline.exported for pipeline in otlp) or not refuses_connections(endpoint):
+            return False
+        for pipeline in otlp:
+            pipeline.shutdown()
+        report_line(f"nothing listens at {endpoint}: start a backend there, or choose --file FILE")
+        return True
 
     def _offer(self) -> None:
         """Passes the joined spans on."""

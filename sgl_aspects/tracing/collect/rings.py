@@ -27,8 +27,8 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
         if process_id is not None:
             of = f"process {process_id}"
         raise ConfigError(
-            f"no traced run of {of} found: start the engine with SGL_ASPECTS_TRACE=1 or more, "
-            "or name the folder of a run with --run"
+            f"no traced run of {of} found: start the engine under sgl-aspects run, "
+            "or name the folder of a run"
         )
     # a crashed run's leftovers do not count while another run is alive
     if len({path.parent for path in found}) > 1:
@@ -39,7 +39,9 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
         processes.setdefault(path.parent, []).append(path.name.split("-")[0])
     if len(processes) > 1:
         names = "; ".join(f"{run} (process {', '.join(of_run)})" for run, of_run in processes.items())
-        raise ConfigError(f"several runs are traced: choose one with --run FOLDER or --pid PID: {names}")
+        raise ConfigError(
+            f"several runs are traced: choose one, as in report FOLDER or top --run FOLDER: {names}"
+        )
     readable = 0
     for path in found:
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
+from sgl_aspects.terminal import counted
+
 
 @dataclass(frozen=True)
 class TraceSummary:
@@ -45,7 +47,7 @@ class TraceSummary:
         """Return one line for people."""
         if self.problem:
             return self.problem
-        parts = [f"{self.spans_recorded} spans recorded"]
+        parts = [f"{counted(self.spans_recorded, 'span')} recorded"]
         for name, count in self.exported.items():
             missing = self.not_delivered[name]
             parts.append(f"{name}: {count} delivered" + (f", {missing} NOT delivered" if missing else ""))

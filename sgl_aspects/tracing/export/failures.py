@@ -11,6 +11,10 @@ from sgl_aspects.terminal import printable
 from sgl_aspects.tracing.variables import secrets, without_secrets
 
 _LONGEST_LINE = 300
+# urllib3's text about a connection that cannot be made: the address, and the reason at its end.
+_ADDRESS = re.compile(r"HTTPS?ConnectionPool\(host='([^']+)', port=(\d+)\)")
+_OBJECTS = re.compile(r"HTTPS?Connection(Pool)?\([^)]*\)|<urllib3[^>]*>")
+_REASON = re.compile(r"Caused by .*?(?:Errno -?\d+\] )?([A-Za-z][^:\"'\]]*?)(?: \(_ssl[^)]*\))?[\"']?\)")
 # Cap on the messages of one exporter, whose texts may vary.
 _MOST_KINDS = 5
 
@@ -36,11 +40,20 @@ class FirstFailure(logging.Handler):
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text += f" {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
-        text = without_secrets(" ".join(text.split()), self._secrets)[:_LONGEST_LINE]
+        text = without_secrets(_shortened(" ".join(text.split())), self._secrets)
+        if len(text) > _LONGEST_LINE:
+            text = text[:_LONGEST_LINE] + "…"
         kind, reported = re.sub(r"[\d.]+", "#", text), self._reported.setdefault(record.name, set())
         if kind not in reported and len(reported) < _MOST_KINDS:
             reported.add(kind)
             report_line(f"{text} (reported once)")
+
+
+def _shortened(text: str) -> str:
+    address, reason = _ADDRESS.search(text), _REASON.search(_OBJECTS.sub("", text))
+    if not address or not reason:
+        return text
+    return f"{address[1]}:{address[2]} cannot be reached: {reason[1]}"
 
 
 def quiet_exporters() -> None:
