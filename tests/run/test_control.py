@@ -148,7 +148,7 @@ def test_the_share_of_new_traces() -> None:
 def test_no_run_is_an_error_with_the_next_step(tmp_path: Path) -> None:
     done = command("control", "--run", str(tmp_path), "--off")
     assert done.returncode == 2
-    assert "SGL_ASPECTS_TRACE" in done.stderr
+    assert "start the engine under sgl-aspects run" in done.stderr
 
 
 def test_a_run_is_its_user_s_own_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

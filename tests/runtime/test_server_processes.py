@@ -223,12 +223,12 @@ def test_connections_on_which_no_request_comes_are_closed(guarded: Server) -> No
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--host", "0.0.0.0"), "host='0.0.0.0' lets other machines in: set an api_key"),
-        (("--host", "::"), "host='::' lets other machines in"),
-        (("--api-key", " "), "api_key is empty"),
-        (("--max-body-bytes", "0"), "max_body_bytes=0: write a whole number of at least 1"),
-        (("--port", "99999"), "port=99999: write a number from 0 to 65535"),
-        (("--page-size", "0"), "page_size=0: write a whole number of at least 1"),
+        (("--host", "0.0.0.0"), "--host '0.0.0.0' lets other machines in: set an --api-key"),
+        (("--host", "::"), "--host '::' lets other machines in"),
+        (("--api-key", " "), "--api-key is empty"),
+        (("--max-body-bytes", "0"), "--max-body-bytes 0: write a whole number of at least 1"),
+        (("--port", "99999"), "--port 99999: write a number from 0 to 65535"),
+        (("--page-size", "0"), "--page-size 0: write a whole number of at least 1"),
         (("--port", "TAKEN"), "is not available: Address already in use"),
         (("--model", "/nowhere"), "no model at /nowhere"),
     ],

@@ -375,7 +375,7 @@ def test_an_engine_s_log_that_is_full_costs_no_spans() -> None:
             text=True,
             timeout=60,
         )
-    assert ran.stdout.strip() == "1 spans recorded; otlp: 0 delivered, 1 NOT delivered"
+    assert ran.stdout.strip() == "1 span recorded; otlp: 0 delivered, 1 NOT delivered"
 
 
 REGISTERED = """
