@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -310,27 +309,6 @@ def test_a_missing_part_of_an_exporter_is_an_error_and_nothing_is_run(
     command = ["run", "--endpoint", "http://127.0.0.1:1", "--", sys.executable, "-V"]
     assert main(command) == 2
     assert f"not installed ({missing}" in capsys.readouterr().err
-
-
-def test_what_is_traced_and_where_it_goes_is_said_once(site: Path) -> None:
-    program = (sys.executable, "-c", "")
-    done = sgl_aspects_run(site, *program, options=("--level", "2", "--file", "spans.jsonl"))
-    file = site / "spans.jsonl"
-    assert done.stderr == f"sgl-aspects: tracing requests + scheduler (--level 2) to {file}\n"
-    assert sgl_aspects_run(site, *program, options=("--level", "0")).stderr == ""
-
-
-def test_a_backend_that_is_not_there_is_two_lines_and_no_wait(site: Path) -> None:
-    endpoint = f"http://localhost:{free_port()}"
-    begun = time.monotonic()
-    done = sgl_aspects_run(
-        site, sys.executable, "-c", "", options=("--endpoint", endpoint), ASPECTS_TRACE_FLUSH_SECONDS="60"
-    )
-    assert time.monotonic() - begun < 60
-    assert done.stderr.splitlines() == [
-        f"sgl-aspects: tracing requests (--level 1) to {endpoint} (nothing listens there yet)",
-        f"sgl-aspects collector: nothing listens at {endpoint}: start a backend there, or choose --file FILE",
-    ]
 
 
 def test_requests_alone_by_default(tmp_path: Path) -> None:

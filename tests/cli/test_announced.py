@@ -1,0 +1,45 @@
+"""What `sgl-aspects run` says on standard error: what is traced, where it goes, and whether it got there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.support.processes import free_port
+
+
+def traced(
+    folder: Path, *command: str, options: tuple[str, ...], **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sgl_aspects", "run", *options, "--", *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env={**os.environ, **environment},
+    )
+
+
+def test_what_is_traced_and_where_it_goes_is_said_once(tmp_path: Path) -> None:
+    program = (sys.executable, "-c", "")
+    done = traced(tmp_path, *program, options=("--level", "2", "--file", "spans.jsonl"))
+    file = tmp_path / "spans.jsonl"
+    assert done.stderr == f"sgl-aspects: tracing requests + scheduler (--level 2) to {file}\n"
+    assert traced(tmp_path, *program, options=("--level", "0")).stderr == ""
+
+
+def test_a_backend_that_is_not_there_is_two_lines_and_no_wait(tmp_path: Path) -> None:
+    endpoint = f"http://localhost:{free_port()}"
+    begun = time.monotonic()
+    done = traced(
+        tmp_path, sys.executable, "-c", "", options=("--endpoint", endpoint), ASPECTS_TRACE_FLUSH_SECONDS="60"
+    )
+    assert time.monotonic() - begun < 60
+    assert done.stderr.splitlines() == [
+        f"sgl-aspects: tracing requests (--level 1) to {endpoint} (nothing listens there yet)",
+        f"sgl-aspects collector: nothing listens at {endpoint}: start a backend there, or choose --file FILE",
+    ]
