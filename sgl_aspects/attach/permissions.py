@@ -117,6 +117,16 @@ def _status(process_id: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def may_trace() -> str | None:
+    """Return why this user cannot attach to programs of its own with ptrace; None if it can."""
+    scope, capabilities = _ptrace_scope(), int(_status(os.getpid())["CapEff"], 16)
+    if scope == 3:
+        return "kernel.yama.ptrace_scope is 3: nobody may attach"
+    if scope and not capabilities >> _PTRACE & 1:
+        return f"kernel.yama.ptrace_scope is {scope}, and CAP_SYS_PTRACE is missing"
+    return None
+
+
 def _ptrace_scope() -> int:
     try:
         return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())

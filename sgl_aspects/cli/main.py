@@ -44,6 +44,11 @@ COMMANDS: tuple[Command, ...] = (
     Command("run", "Run a program with hooks and tracing in all its processes.", "sgl_aspects.cli.run"),
     Command("attach", "Trace an engine that already runs.", "sgl_aspects.cli.attach"),
     Command("detach", "Detach from an engine that was attached to.", "sgl_aspects.cli.detach"),
+    Command(
+        "preflight",
+        "Show what this machine lacks for tracing, and what that costs.",
+        "sgl_aspects.cli.preflight",
+    ),
     Command("hooks", "Show every hook, its targets and its calls.", "sgl_aspects.cli.hooks"),
     Command("explain", "Show what happens when a function is called.", "sgl_aspects.cli.explain"),
     Command("doctor", "Show problems of the hooks and how to solve them.", "sgl_aspects.cli.doctor"),

@@ -1,0 +1,84 @@
+"""`sgl-aspects preflight`: what a machine lacks for tracing, in a line each, with its cost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.otlp_receiver import http_receiver
+from tests.support.processes import free_port
+
+
+def preflight(*words: str, limit: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sgl_aspects", "preflight", *words]
+    if limit:
+        command = ["bash", "-c", f'{limit} && exec "$@"', "bash", *command]
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("OTEL_")}
+    return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=60)
+
+
+def line(done: subprocess.CompletedProcess[str], name: str) -> str:
+    """The line of a check, and the one below it if something is lacking."""
+    lines = done.stdout.splitlines()
+    (number,) = [number for number, text in enumerate(lines) if text[6:].startswith(name)]
+    return "\n".join(lines[number : number + (2 if lines[number].startswith("lack") else 1)])
+
+
+def test_a_backend_that_answers_is_no_lack() -> None:
+    with http_receiver() as receiver:
+        done = preflight("--endpoint", receiver.endpoint)
+    assert line(done, "backend").startswith("ok ")
+    assert not done.stderr
+    assert done.returncode in (0, 1)  # whatever else this machine lacks
+
+
+def test_a_backend_that_does_not_answer_is_named_with_what_helps() -> None:
+    done = preflight("--endpoint", f"http://127.0.0.1:{free_port()}")
+    assert done.returncode == 1
+    assert line(done, "backend").startswith("lack")
+    assert "--file" in line(done, "backend")
+
+
+def test_a_file_needs_no_backend(tmp_path: Path) -> None:
+    done = preflight("--file", str(tmp_path / "spans.jsonl"))
+    assert line(done, "backend") == f"ok    {'backend':18}  none; exporters: otlp-json-file"
+    assert not (tmp_path / "spans.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--level", "9"), "'9'"),
+        (("--file", "/nowhere/spans.jsonl"), "/nowhere/spans.jsonl"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_a_lack_and_the_other_checks_go_on(
+    words: tuple[str, ...], error: str
+) -> None:
+    done = preflight(*words)
+    assert done.returncode == 1
+    assert error in line(done, "backend")
+    assert line(done, "limits")
+
+
+def test_a_poor_machine() -> None:
+    done = preflight("--file", "/dev/null", limit="ulimit -f 1024", SGL_ASPECTS_NATIVE="off")
+    assert done.returncode == 1
+    assert line(done, "limits").endswith("nothing is traced: ulimit -f unlimited")
+    assert line(done, "compiled step path").endswith("a decode step costs 40 to 60 µs more from level 2 on")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small /dev/shm, which only root may do")
+def test_a_containers_shared_memory() -> None:
+    small = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    command = [sys.executable, "-m", "sgl_aspects", "preflight", "--file", "/dev/null"]
+    inside = ["unshare", "--mount", "bash", "-c", f'{small} && exec "$@"', "bash", *command]
+    done = subprocess.run(inside, capture_output=True, text=True, timeout=60)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"this machine allows no mount namespace: {done.stderr.strip()}")
+    assert line(done, "shared memory").startswith("lack")
+    assert "room for 8 processes' rings" in done.stdout
