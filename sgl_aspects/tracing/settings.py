@@ -7,6 +7,7 @@
 ``SGL_ASPECTS_TRACE_FILE``              the file that the ``otlp-json-file`` exporter writes
 ``SGL_ASPECTS_TRACE_PERFETTO_FILE``     the file that the ``perfetto`` exporter writes (trace.json)
 ``SGL_ASPECTS_TRACE_FLUSH_SECONDS``     the longest that the end of a run waits for its exporters (3)
+``SGL_ASPECTS_CONTROL_FROM``            a file or an address with levels for many hosts (run/fleet.py)
 ``SGL_ASPECTS_TRACE_KEEP_FAILED``       failed requests are kept regardless of the sampling (on)
 ``SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN``  and those that took this many seconds or more (unset: none)
 ``SGL_ASPECTS_TRACE_REDACT``            module:function, from text to text, for prompts and answers, which

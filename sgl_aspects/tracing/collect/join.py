@@ -114,6 +114,10 @@ class Joiner:
             else:
                 self._take(writer, record)
 
+    def about_the_run(self) -> dict[str, str]:
+        """Return the run's service, host and role, as far as its processes have told."""
+        return self._builder.about_the_run()
+
     def replay(self, records: Iterable[tuple[Writer, Record]]) -> None:
         """Restore the open requests from the records that an earlier collector took; emits nothing.
 

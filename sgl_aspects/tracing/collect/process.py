@@ -22,7 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
+from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.run import fleet
 from sgl_aspects.run.collector import (
     collector_settings,
     forget_collector_settings,
@@ -125,6 +127,8 @@ class Collector:
             self._joiner.replay(self._history())
         if self._metrics is not None:
             self._metrics.watch(self._reader, self._pipelines)
+        rules = env.text(fleet.VARIABLE)
+        self._fleet = rules and fleet.FleetControl(folder, rules, self._joiner.about_the_run, report_line)
 
     def end_soon(self) -> None:
         """Note a termination signal. The engine often gets the same one and finishes its answers first, so
@@ -150,6 +154,8 @@ class Collector:
 
     def finish(self) -> TraceSummary:
         """Export the rest; returns when everything is exported or given up."""
+        if self._fleet:
+            self._fleet.close()
         # A process that was alive a moment ago may have written since.
         self._read()
         while self._reader.has_more:

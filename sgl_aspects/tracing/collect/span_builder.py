@@ -171,6 +171,14 @@ class SpanBuilder:
             }
             self.adds_attributes = True
 
+    def about_the_run(self) -> dict[str, str]:
+        """Return the run's service, host and role; also called by another thread."""
+        names = {"service": schema.SERVICE_NAME, "host": _HOST_NAME, "role": schema.DISAGGREGATION_MODE}
+        known: dict[str, Any] = {**self._resource.attributes}
+        for described in list(self._described.values()):
+            known |= described
+        return {name: str(known[attribute]) for name, attribute in names.items() if attribute in known}
+
     def make_resource(self, writer: Writer) -> Resource:
         """Return the resource of the writer's process, from now on in ``resources``."""
         process = {"process.pid": encodable(writer.process_id), **self._described.get(writer.name, {})}

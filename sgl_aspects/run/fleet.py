@@ -1,0 +1,166 @@
+"""Levels for a fleet: rules in a file or at an HTTP address, which collectors read every two seconds.
+
+    {"rules": [{"service": "mini-*", "host": "node-1*", "role": "decode", "level": 2, "sample": 0.1},
+               {"level": 1}]}
+
+The first rule that fits a run says its level and its share of requests; what a rule leaves out stays as it
+is. Whoever can write the file, or answers at the address, decides: a file must belong to the run's user or to
+root, and nobody else may write it. Engines read neither: their collectors write the control blocks of their
+rings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import threading
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from http.client import HTTPException, HTTPMessage
+from pathlib import Path
+from typing import IO, Any
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.run.control import read_control, run_control, write_control, write_run_control
+
+VARIABLE = "SGL_ASPECTS_CONTROL_FROM"
+#: Attributes of a run that rules select by, with `*` and `?` as wildcards.
+SELECTORS = ("service", "host", "role")
+_SECONDS = 2.0
+_LONGEST = 1 << 20  # bytes of rules
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What runs that fit the patterns record. ``level`` and ``sample``: None leaves it as it is."""
+
+    patterns: Mapping[str, str]
+    level: int | None
+    sample: float | None
+
+    def fits(self, attributes: Mapping[str, str]) -> bool:
+        """Return whether every pattern matches; an attribute that the run does not have is empty."""
+        return all(fnmatchcase(attributes.get(name, ""), pattern) for name, pattern in self.patterns.items())
+
+
+def parse(text: bytes) -> list[Rule]:
+    """Read the rules; raises ``ConfigError`` that names the rule and what is wrong with it."""
+    try:
+        rules = json.loads(text)["rules"]
+        found = [_rule(number, one) for number, one in enumerate(rules, 1)]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f'not rules: write {{"rules": [{{"level": 1}}]}} ({error})') from error
+    return found
+
+
+def _rule(number: int, one: Any) -> Rule:
+    if not isinstance(one, dict) or (unknown := set(one) - {*SELECTORS, "level", "sample"}):
+        what = f"unknown {', '.join(sorted(unknown))}" if isinstance(one, dict) else "not an object"
+        raise ConfigError(f"rule {number}: {what}; choose from {', '.join(SELECTORS)}, level, sample")
+    level, sample = one.get("level"), one.get("sample")
+    if not (level is None or (type(level) is int and 0 <= level <= 4)):
+        raise ConfigError(f"rule {number}: level {level!r}: choose 0 (off) to 4")
+    if not (sample is None or (type(sample) in (int, float) and 0 <= sample <= 1)):
+        raise ConfigError(f"rule {number}: sample {sample!r}: write a number from 0 to 1")
+    patterns = {name: one[name] for name in SELECTORS if name in one}
+    for name, pattern in patterns.items():
+        if not isinstance(pattern, str):
+            raise ConfigError(f"rule {number}: {name} {pattern!r}: write a text, with * for any characters")
+    return Rule(patterns, level, sample)
+
+
+class FleetControl:
+    """Applies the rules at ``source`` to the run in ``folder``, in a thread of its own, until it is closed.
+
+    :param attributes: returns the run's service, host and role.
+    :param report: called with each problem once; the earlier rules stay in force.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        source: str,
+        attributes: Callable[[], Mapping[str, str]],
+        report: Callable[[str], None],
+    ) -> None:
+        self._folder, self._source = Path(folder), source
+        self._attributes, self._report = attributes, report
+        self._rules: list[Rule] = []
+        self._problem = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="sgl-aspects-fleet", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; does not wait for an answer under way."""
+        self._ended.set()
+
+    def _work(self) -> None:
+        while True:
+            self._read()
+            self._apply()
+            if self._ended.wait(_SECONDS):
+                return
+
+    def _read(self) -> None:
+        try:
+            self._rules = parse(_contents(self._source))
+            self._problem = ""
+        except (OSError, ValueError, HTTPException) as error:  # ConfigError is a ValueError
+            problem = f"{VARIABLE}={self._source}: {error}; what is recorded stays as it is"
+            if problem != self._problem:
+                self._problem = problem
+                self._report(problem)
+
+    def _apply(self) -> None:
+        attributes = self._attributes()
+        rule = next((one for one in self._rules if one.fits(attributes)), None)
+        if rule is None:
+            return
+        for ring in self._folder.glob("*.ring"):
+            with contextlib.suppress(OSError):  # a process that has just ended
+                control = read_control(ring)
+                wanted = control.changed(level=rule.level, sample=rule.sample)
+                if wanted != control:
+                    write_control(ring, wanted)
+                if run_control(str(self._folder)) != wanted:
+                    write_run_control(self._folder, wanted)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Another address than the one that the user named is not asked."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: HTTPMessage,
+        newurl: str,
+    ) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirects)
+
+
+def _contents(source: str) -> bytes:
+    if source.startswith(("http://", "https://")):
+        with _opener.open(source, timeout=_SECONDS) as answer:
+            text: bytes = answer.read(_LONGEST + 1)
+    else:
+        with open(source, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError("not a file")
+            if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+                raise ConfigError("others than this user and root may write it: chown and chmod go-w it")
+            text = file.read(_LONGEST + 1)
+    if len(text) > _LONGEST:
+        raise ConfigError(f"longer than {_LONGEST} bytes")
+    return text

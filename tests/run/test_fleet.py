@@ -1,0 +1,150 @@
+"""Levels for a fleet: collectors read rules in a file or at an address, and their runs follow them."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.run.control import run_control
+from sgl_aspects.run.fleet import VARIABLE, FleetControl, parse
+from sgl_aspects.tracing import TraceSession, attach
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
+from tests.support.otlp_receiver import serving
+from tests.support.processes import wait_until
+
+
+class Rules:
+    """An address with rules; ``redirect``: where it sends everybody instead."""
+
+    def __init__(self) -> None:
+        self.text, self.redirect = b"{}", ""
+        self.reads = 0
+
+
+@contextmanager
+def address() -> Iterator[tuple[str, Rules]]:
+    rules = Rules()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            rules.reads += 1
+            self.send_response(302 if rules.redirect else 200)
+            if rules.redirect:
+                self.send_header("location", rules.redirect)
+            self.end_headers()
+            self.wfile.write(rules.text)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with serving(server):
+        yield f"http://127.0.0.1:{server.server_address[1]}/rules", rules
+
+
+def rules(*each: dict[str, object]) -> bytes:
+    return json.dumps({"rules": each}).encode()
+
+
+@contextmanager
+def session(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TraceSession]:
+    """A traced process at level 1 whose collector reads rules at ``source``."""
+    monkeypatch.setenv(VARIABLE, source)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mini-7")
+    with attach(level=1, file=str(folder / "spans.jsonl")) as found:
+        yield found
+
+
+def test_a_run_follows_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rules.json"
+    file.write_bytes(rules({"level": 2}))
+    with session(tmp_path, str(file), monkeypatch) as run:
+        wait_until(lambda: run.recorder.level == 2)
+        assert run.run_folder
+        wait_until(lambda: (run_control(run.run_folder) or run).level == 2)  # and so will later processes
+        file.write_bytes(rules({"level": 0}))
+        wait_until(lambda: run.recorder.level == 0)
+        file.write_bytes(rules({"sample": 0.5, "level": 3}))
+        wait_until(lambda: run.recorder.level == 3)
+
+
+def test_the_first_rule_that_fits_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = socket.gethostname()
+    with address() as (url, served):
+        served.text = rules(
+            {"service": "other-*", "level": 4},
+            {"service": "mini-*", "host": "nowhere", "level": 4},
+            {"role": "decode", "level": 4},
+            {"service": "mini-?", "host": host[:1] + "*", "level": 2},
+            {"level": 3},
+        )
+        with session(tmp_path, url, monkeypatch) as run:
+            wait_until(lambda: run.recorder.level == 2)
+
+
+def test_wrong_rules_leave_the_last_right_ones_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with address() as (url, served):
+        served.text = rules({"level": 2})
+        with session(tmp_path, url, monkeypatch) as run:
+            wait_until(lambda: run.recorder.level == 2)
+            served.text = rules({"level": 9})
+            before = served.reads
+            wait_until(lambda: served.reads > before + 2)
+            assert run.recorder.level == 2
+    printed = capfd.readouterr().err
+    assert printed.count("rule 1: level 9: choose 0 (off) to 4") == 1
+
+
+def test_nobody_elses_file_is_followed(tmp_path: Path) -> None:
+    """Nor one that others may write, nor what is no file, nor another address than the one that was named."""
+    file = tmp_path / "rules.json"
+    file.write_bytes(rules({"level": 4}))
+    file.chmod(0o666)
+    os.mkfifo(tmp_path / "fifo")
+    with address() as (url, served), address() as (other, others):
+        served.redirect, others.text = other, rules({"level": 4})
+        for number, (source, problem) in enumerate(
+            [(str(file), "others"), (str(tmp_path / "fifo"), "not a file"), (url, "302")]
+        ):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            recorder = RingRecorder(str(folder), 1)
+            assert recorder.open()
+            said: queue.SimpleQueue[str] = queue.SimpleQueue()
+            control = FleetControl(str(folder), source, dict, said.put)
+            assert problem in said.get(timeout=60)
+            control.close()
+            assert recorder.level == 1
+            recorder.close()
+        assert not others.reads
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (b"level 2", "not rules"),
+        (b"[]", "not rules"),
+        (b'{"rules": 3}', "not rules"),
+        (b"[" * 100_000, "not rules"),
+        (b'{"rules": [3]}', "rule 1: not an object"),
+        (rules({}, {"levle": 2}), "rule 2: unknown levle; choose from service, host, role, level, sample"),
+        (rules({"level": True}), "rule 1: level True"),
+        (rules({"sample": 2}), "rule 1: sample 2: write a number from 0 to 1"),
+        (rules({"service": 7}), "rule 1: service 7"),
+    ],
+)
+def test_each_mistake_is_named(text: bytes, error: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(text)
+    assert error in str(raised.value)
