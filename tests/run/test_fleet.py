@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.run.control import run_control
+from sgl_aspects.run.control import Control, run_control
 from sgl_aspects.run.fleet import VARIABLE, FleetControl, parse
 from sgl_aspects.tracing import TraceSession, attach
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
@@ -69,8 +69,8 @@ def test_a_run_follows_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     file.write_bytes(rules({"level": 2}))
     with session(tmp_path, str(file), monkeypatch) as run:
         wait_until(lambda: run.recorder.level == 2)
-        assert run.run_folder
-        wait_until(lambda: (run_control(run.run_folder) or run).level == 2)  # and so will later processes
+        later = Control(2, 2)
+        wait_until(lambda: run_control(run.run_folder or "") == later)  # for processes that start later
         file.write_bytes(rules({"level": 0}))
         wait_until(lambda: run.recorder.level == 0)
         file.write_bytes(rules({"sample": 0.5, "level": 3}))
