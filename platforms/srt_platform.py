@@ -45,20 +45,14 @@ class SRTPlatform(DeviceMixin):
     # -- key-value cache -----------------------------------------------------------------------------
 
     def get_kv_pool_cls(self, *, kind: str) -> type | str:
-        """The pool for caches of ``kind``: "mha" (rows per head), "mla" or "dsa" (one compressed row).
-
-        A hybrid model uses it for its layers of attention; the states of the others are the engine's own.
-        """
+        """The pool for caches of ``kind``: "mha" (rows per head), "mla" or "dsa" (one compressed row)."""
         if kind == "mha":
             return self.get_mha_kv_pool_cls()
         if kind == "mla":
             return self.get_mla_kv_pool_cls()
         if kind in ("dsa", "nsa"):
             return self.get_nsa_kv_pool_cls()
-        raise ValueError(
-            f'kind={kind!r}: a KV pool is of kind "mha", "mla" or "dsa"; the states of linear attention '
-            "(Mamba, gated delta) are kept in the engine's StatePool"
-        )
+        raise ValueError(f'kind={kind!r}: a KV pool is of kind "mha", "mla" or "dsa"')
 
     def get_mha_kv_pool_cls(self) -> type | str:
         return "sgl_aspects.runtime.kv_cache:MHATokenPool"

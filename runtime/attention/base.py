@@ -12,7 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from sgl_aspects.runtime.attention.layer import Attention
     from sgl_aspects.runtime.core import ForwardBatch
-    from sgl_aspects.runtime.kv_cache import ReqToTokenPool, StatePool
+    from sgl_aspects.runtime.kv_cache import ReqToTokenPool
 
 
 @dataclass
@@ -52,8 +52,6 @@ class AttentionBackend(abc.ABC):
     reads_unwritten_slots: ClassVar[bool] = True
 
     def __init__(self, model_runner: Any) -> None:
-        #: State of layers without keys and values; None: the model has no such layers.
-        self.states: StatePool | None = None
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool: ReqToTokenPool = model_runner.req_to_token_pool
 

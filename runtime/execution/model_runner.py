@@ -18,7 +18,7 @@ from sgl_aspects.runtime.attention.registry import choose_attention_backend
 from sgl_aspects.runtime.communicator import make_communicator
 from sgl_aspects.runtime.core import Batch, ForwardBatch, SampledTokens
 from sgl_aspects.runtime.dispatch import get_manager
-from sgl_aspects.runtime.kv_cache import KVCache, ReqToTokenPool, StatePool, token_bytes
+from sgl_aspects.runtime.kv_cache import KVCache, ReqToTokenPool, token_bytes
 from sgl_aspects.runtime.kv_cache.checks import check_allocator, check_pool
 from sgl_aspects.runtime.loader.architectures import model_class
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
@@ -137,10 +137,8 @@ class ModelRunner:
         kind, row = config.kv_kind, config.kv_row(self.communicator.world_size)
         pool_class = class_of(self.platform.get_kv_pool_cls, kind=kind, has=_POOL)
         allocator_class = class_of(self.platform.get_paged_allocator_cls, has=_ALLOCATOR)
-        bytes_each = token_bytes(kind, self.dtype, config.num_kv_layers, **row)
+        bytes_each = token_bytes(kind, self.dtype, config.num_layers, **row)
         free, _ = answer_of((tuple, list), self.platform.get_available_memory)
-        if config.linear is not None:
-            free -= StatePool.bytes_for(config.linear, args.max_running_requests, self.dtype)
         size = args.max_total_tokens
         if size is None:
             # More than every running request at full length could never be used.
@@ -155,7 +153,7 @@ class ModelRunner:
             )
         size = size // args.page_size * args.page_size
         # With the keywords of SGLang: one stage has all layers, and memory is kept.
-        layers = config.num_kv_layers
+        layers = config.num_layers
         self.token_to_kv_pool = made_by(
             self.platform.get_kv_pool_cls,
             pool_class,
@@ -195,16 +193,11 @@ class ModelRunner:
         self.attention_backend: AttentionBackend = made_by(
             self.platform.get_attention_backends, choose_attention_backend(args.attention_backend, kind), self
         )
-        if config.linear is not None:
-            self.attention_backend.states = StatePool(
-                config.linear, args.max_running_requests, self.dtype, self.device
-            )
         self.kv_cache = KVCache(
             allocator,
             self.req_to_token_pool,
             self.token_to_kv_pool,
-            # A state is that of its request's last token: prefixes have none.
-            prefix_cache=args.prefix_cache and config.linear is None,
+            prefix_cache=args.prefix_cache,
             clears_pages=getattr(self.attention_backend, "reads_unwritten_slots", True),
         )
         logger.info(

@@ -3,7 +3,6 @@
 pages.py         PagedAllocator and ReqToTokenPool: free pages, and the slots of each request
 pools.py         MHATokenPool, MLATokenPool, NSATokenPool: the memory itself, by kind of attention
 prefix_cache.py  PrefixCache: the prefixes in the cache
-states.py        StatePool: the states of layers without keys and values
 manager.py       KVCache: allocation for requests
 """
 
@@ -11,7 +10,6 @@ from sgl_aspects.runtime.kv_cache.manager import KVCache
 from sgl_aspects.runtime.kv_cache.pages import PagedAllocator, ReqToTokenPool
 from sgl_aspects.runtime.kv_cache.pools import MHATokenPool, MLATokenPool, NSATokenPool, token_bytes
 from sgl_aspects.runtime.kv_cache.prefix_cache import PrefixCache
-from sgl_aspects.runtime.kv_cache.states import StatePool
 
 __all__ = [
     "KVCache",
@@ -21,6 +19,5 @@ __all__ = [
     "PagedAllocator",
     "PrefixCache",
     "ReqToTokenPool",
-    "StatePool",
     "token_bytes",
 ]

@@ -9,7 +9,6 @@ from sgl_aspects.errors import ModelLoadError
 from sgl_aspects.runtime.loader.architectures import known_architectures
 from sgl_aspects.runtime.loader.model_config import (
     IndexerConfig,
-    LinearAttentionConfig,
     MLAConfig,
     ModelConfig,
     MoEConfig,
@@ -46,7 +45,7 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     if architecture is None:
         raise ModelLoadError(
             f"architecture {', '.join(map(str, architectures))} is not supported; "
-            f"known: {', '.join(known_architectures())}"
+            f"known: {', '.join(known_architectures())}. SGLang and vLLM run others, with the same hooks"
         )
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "?")
@@ -58,7 +57,7 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     layers = raw.get("num_hidden_layers")
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise ModelLoadError(f"num_hidden_layers={layers}: more than {_MOST_LAYERS} are not supported")
-    is_gemma, is_next = architecture == "GemmaForCausalLM", architecture == "Qwen3NextForCausalLM"
+    is_gemma = architecture == "GemmaForCausalLM"
     if is_gemma:
         raw["hidden_act"] = "gelu_pytorch_tanh"  # also if an older file has gelu
         raw.setdefault("tie_word_embeddings", True)
@@ -72,15 +71,13 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         ModelConfig,
         raw,
         architecture=architecture,
-        rope=_rope(raw, partial=is_next),
-        rotary_share=_rotary_share(raw) if is_next else 1.0,
-        norm_adds_one=is_gemma or is_next,
+        rope=_rope(raw),
+        norm_adds_one=is_gemma,
         embedding_scale=raw["hidden_size"] ** 0.5 if is_gemma else 1.0,
-        linear=_linear(raw) if is_next else None,
         # Qwen2's biases are not in its config: always there, and never after attention.
         attention_bias=biased or is_qwen2,
         attention_output_bias=biased and not is_qwen2,
-        qk_norm=architecture.startswith("Qwen3") and not is_next,  # that has norms of another kind
+        qk_norm=architecture.startswith("Qwen3"),
         eos_token_ids=_eos(generation.get("eos_token_id", raw.get("eos_token_id"))),
         moe=_moe(raw, architecture),
         mla=_mla(raw, architecture),
@@ -90,8 +87,6 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
 def _moe(raw: dict[str, Any], architecture: str) -> MoEConfig | None:
     if architecture == "Qwen3MoeForCausalLM":
         return read(MoEConfig, raw, dense_layers=_dense_layers(raw))
-    if architecture == "Qwen3NextForCausalLM":
-        return read(MoEConfig, raw, dense_layers=_dense_layers(raw), gates_shared=True)
     if not architecture.startswith("Deepseek") or not raw.get("n_routed_experts"):
         return None
     is_v2 = architecture == "DeepseekV2ForCausalLM"
@@ -128,22 +123,7 @@ def _mla(raw: dict[str, Any], architecture: str) -> MLAConfig | None:
     return read(MLAConfig, raw, indexer=read(IndexerConfig, raw) if has_indexer else None)
 
 
-def _linear(raw: dict[str, Any]) -> LinearAttentionConfig:
-    """Return the linear layers, from the list of all layers' types; else every fourth has attention."""
-    layers, interval = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
-    usual = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)]
-    types = raw.get("layer_types") or usual
-    return read(
-        LinearAttentionConfig, raw, layers=frozenset(i for i in range(layers) if types[i] != "full_attention")
-    )
-
-
-def _rotary_share(raw: dict[str, Any]) -> float:
-    of_rope = _given(raw.get("rope_parameters", {}))
-    return float(of_rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25)))
-
-
-def _rope(raw: dict[str, Any], *, partial: bool = False) -> RopeConfig:
+def _rope(raw: dict[str, Any]) -> RopeConfig:
     """``rope_parameters`` in newer files; ``rope_theta`` and ``rope_scaling`` in older ones."""
     context_length = raw.get("max_position_embeddings", 2048)
     values = {
@@ -152,7 +132,7 @@ def _rope(raw: dict[str, Any], *, partial: bool = False) -> RopeConfig:
         **_given(raw.get("rope_scaling", {})),
         **_given(raw.get("rope_parameters", {})),
     }
-    if not partial and values.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+    if values.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ModelLoadError("partial_rotary_factor is not supported")
     if values.get("rope_type", values.get("type")) == "yarn":
         values.setdefault("factor", context_length / values["original_max_position_embeddings"])

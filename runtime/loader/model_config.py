@@ -100,10 +100,6 @@ class MoEConfig:
     group_by_top2: bool = False
     #: Whether the checkpoint has a bias that counts in choosing, not in weighing.
     has_correction_bias: bool = False
-    #: Inner size of the MLP that every token goes through, where it is not a multiple of an expert's, and
-    #: whether each token has a gate for it.
-    shared_size: int = key("shared_expert_intermediate_size", default=0)
-    gates_shared: bool = False
     #: Whether the router computes in float32 whatever the model's type.
     float32_router: bool = False
 
@@ -139,25 +135,6 @@ class MLAConfig:
 
 
 @dataclass(frozen=True)
-class LinearAttentionConfig:
-    """Layers with a state for each request instead of keys and values: the gated delta rule."""
-
-    layers: frozenset[int]
-    num_key_heads: int = key("linear_num_key_heads")
-    num_value_heads: int = key("linear_num_value_heads")
-    key_head_dim: int = key("linear_key_head_dim")
-    value_head_dim: int = key("linear_value_head_dim")
-    #: Tokens that the convolution before it looks at.
-    kernel_size: int = key("linear_conv_kernel_dim")
-
-    @property
-    def conv_dim(self) -> int:
-        """Numbers of a token that are convolved: queries, keys and values."""
-        keys = self.num_key_heads * self.key_head_dim
-        return 2 * keys + self.num_value_heads * self.value_head_dim
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     architecture: str
     vocab_size: int
@@ -183,9 +160,6 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
-    linear: LinearAttentionConfig | None = None
-    #: The share of a head's numbers that is rotated.
-    rotary_share: float = 1.0
     #: Whether norms multiply with 1 + weight.
     norm_adds_one: bool = False
     #: The factor of embeddings.
@@ -204,12 +178,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Numbers of a head that are rotated."""
-        return self.mla.qk_rope_head_dim if self.mla else int(self.head_dim * self.rotary_share)
-
-    @property
-    def num_kv_layers(self) -> int:
-        """Layers that keep keys and values."""
-        return self.num_layers - (len(self.linear.layers) if self.linear else 0)
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
 
     @property
     def kv_kind(self) -> str:

@@ -74,9 +74,8 @@ class MoEBlock(nn.Module):
         self.gate = Router(hidden_size, moe, dtype)
         self.topk = TopKExperts(moe)
         self.experts = FusedExperts(hidden_size, moe, dtype, tp)
-        shared_size = moe.shared_size or moe.num_shared_experts * moe.intermediate_size
+        shared_size = moe.num_shared_experts * moe.intermediate_size
         self.shared_experts = GatedMLP(hidden_size, shared_size, dtype, tp) if shared_size else None
-        self.shared_expert_gate = Linear(hidden_size, 1, dtype) if moe.gates_shared else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         weights, experts = self.topk(self.gate(hidden), self.gate.e_score_correction_bias)
@@ -84,6 +83,4 @@ class MoEBlock(nn.Module):
         if self.shared_experts is None:
             return output
         shared: Tensor = self.shared_experts(hidden)
-        if self.shared_expert_gate is not None:
-            shared = self.shared_expert_gate(hidden).sigmoid() * shared
         return output + shared

@@ -77,8 +77,6 @@ EXPERTS = GATED | {"fused_moe"}
         pytest.param(
             "deepseek v3.2", {"tp_size": 2}, EXPERTS | {"dsa pool", "mla pool", "all_reduce"}, id="dsa"
         ),
-        # Layers of linear attention keep their states in the engine's own pool.
-        pytest.param("qwen3 next", {}, EXPERTS | {"mha pool"}, id="hybrid"),
     ],
 )
 def test_a_vendor_whose_everything_is_its_own_answers_as_transformers(

@@ -25,7 +25,6 @@ from sgl_aspects.runtime.kv_cache import (
     ReqToTokenPool,
     token_bytes,
 )
-from sgl_aspects.runtime.loader.architectures import model_class
 from sgl_aspects.runtime.loader.hf_config import config_from_hugging_face
 from sgl_aspects.runtime.loader.hf_folder import HuggingFaceCheckpoint
 from sgl_aspects.runtime.loader.model_config import RopeConfig
@@ -100,11 +99,6 @@ def test_a_model_is_served_under_its_folders_name_by_default() -> None:
 def test_sampling_values_out_of_range_are_invalid_requests(name: str, bad: Any) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{name}="):
         SamplingParams(**{name: bad})
-
-
-def test_an_unknown_architecture_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ModelLoadError, match=r"'Mamba' is not supported.*known: .*, LlamaForCausalLM"):
-        model_class("Mamba")
 
 
 LLAMA = {

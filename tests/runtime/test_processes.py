@@ -276,8 +276,8 @@ def edited_config(folder: Path, tmp_path: Path, **changes: Any) -> Path:
     ("changes", "message"),
     [
         (
-            {"architectures": ["MambaForCausalLM"]},
-            "MambaForCausalLM is not supported.*known: .*, LlamaForCausalLM",
+            {"architectures": ["Qwen3NextForCausalLM"]},
+            "Qwen3NextForCausalLM is not supported.*known: .*, LlamaForCausalLM.* SGLang and vLLM run others",
         ),
         ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
         ({"hidden_size": "big"}, "hidden_size='big': a whole number"),

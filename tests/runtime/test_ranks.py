@@ -28,10 +28,7 @@ def outputs(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(name, marks=[] if name == "llama" else [pytest.mark.slow])
-        for name in sorted(FAMILIES.keys() - {"qwen3 next"})
-    ],
+    [pytest.param(name, marks=[] if name == "llama" else [pytest.mark.slow]) for name in sorted(FAMILIES)],
 )
 def test_two_ranks_answer_as_transformers(tmp_path: Path, family: str) -> None:
     model = make_model(tmp_path, family)
@@ -57,12 +54,6 @@ def test_two_ranks_answer_as_transformers(tmp_path: Path, family: str) -> None:
         pids = engine.scheduler_pids
     for pid in pids:
         wait_until_gone(pid)
-
-
-def test_a_family_for_one_device_rejects_several_ranks(tmp_path: Path) -> None:
-    make_model(tmp_path, "qwen3 next")
-    with pytest.raises(ConfigError, match="tp_size=2: Qwen3NextForCausalLM runs on one device here"):
-        Engine(model_path=tmp_path, tp_size=2)
 
 
 @pytest.mark.slow

@@ -67,22 +67,6 @@ _MLA: dict[str, Any] = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "gemma": ("Gemma", {"head_dim": 24, "num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen3 next": (
-        "Qwen3Next",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 12,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
-            "shared_expert_intermediate_size": 40,
-            "mlp_only_layers": [1],
-        },
-    ),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 24, "rope_parameters": _YARN}),
     "qwen3 experts": (
