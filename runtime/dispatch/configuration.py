@@ -22,7 +22,7 @@ from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.platforms.answers import answer_of
-from sgl_aspects.runtime.dispatch.policy import READERS, SelectionPolicy, Value, read_names, read_pairs
+from sgl_aspects.runtime.dispatch.policy import READERS, SelectionPolicy, Value, read_pairs
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
 from sgl_aspects.runtime.dispatch.types import Token, check_choice
 
@@ -39,7 +39,6 @@ class Settings:
     policy: SelectionPolicy = field(default_factory=SelectionPolicy)
     shadow: tuple[tuple[str, Token], ...] = ()
     shadow_rate: float = 0.01
-    summaries: frozenset[str] = frozenset()
     #: The folder through which `sgl-aspects ops` talks to live processes; "on": the user's own; "off": none.
     control: str = "off"
     log: str | None = None
@@ -86,12 +85,11 @@ KEYS: dict[str, Callable[[Value], Any]] = {
     **READERS,
     "shadow": _shadow,
     "shadow_rate": _share,
-    "summaries": read_names,
     "control": _control,
     "log": _path,
 }
 POLICY_KEYS = tuple(READERS)
-WATCH_KEYS = ("shadow", "shadow_rate", "summaries")
+WATCH_KEYS = ("shadow", "shadow_rate")
 DEFAULTS = {each.name: each.default for each in (*fields(SelectionPolicy), *fields(Settings))}
 #: The value for ``--set KEY=``: the default, whatever a file sets.
 USUAL = object()

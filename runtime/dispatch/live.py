@@ -132,7 +132,7 @@ def _work(name: str) -> None:
 
 
 def apply(request: dict[str, Any], manager: OpManager) -> None:
-    """Apply ``set``: keys and values; ``shadow``, ``rate``, ``summaries``: the watch; empty values end it.
+    """Apply ``set``: keys and values; ``shadow``, ``rate``: the watch; an empty one ends it.
 
     All of it is applied, or nothing.
 
@@ -143,16 +143,15 @@ def apply(request: dict[str, Any], manager: OpManager) -> None:
         if key not in (*POLICY_KEYS, *WATCH_KEYS):
             choices = ", ".join((*POLICY_KEYS, *WATCH_KEYS))
             raise ConfigError(f"--set {key}: it is read at start only; choose from {choices}")
-    for key, flag in (("shadow", "shadow"), ("shadow_rate", "rate"), ("summaries", "summaries")):
+    for key, flag in (("shadow", "shadow"), ("shadow_rate", "rate")):
         if request.get(flag) is not None:
             changes[key] = Value(USUAL if request[flag] == "" else request[flag], f"--{flag}")
     current, watch = Settings(manager.process_policy), manager.watch
     if watch is not None:
-        shadow, summaries = tuple(watch.shadow.items()), frozenset(watch.summaries)
-        current = Settings(manager.process_policy, shadow, watch.rate, summaries)
+        current = Settings(manager.process_policy, tuple(watch.shadow.items()), watch.rate)
     wanted = merged([changes], manager.registry, current)
     if set(changes).intersection(WATCH_KEYS) == {"shadow_rate"} and watch is None:
-        raise ConfigError("--rate: nothing is watched: name operators with --shadow or --summaries")
+        raise ConfigError("--rate: nothing is watched: name operators with --shadow")
     if wanted.policy != current.policy:
         manager.set_policy(wanted.policy)
     if any(key in changes for key in WATCH_KEYS):

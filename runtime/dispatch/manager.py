@@ -258,7 +258,7 @@ class OpManager:
         return sorted(found)
 
     def set_watch(self, watch: Watch | None) -> None:
-        """Set shadow calls or summaries, from the next call on; None: none."""
+        """Set shadow calls, from the next call on; None: none."""
         with self.lock:
             if self.watch is not None:
                 self.watch.layers.stop()

@@ -115,7 +115,7 @@ class OpRegistry:
 
         :raises ConfigError: one does not exist; names ``where`` and the choices.
         """
-        if key in ("op_whitelist", "op_blacklist", "summaries"):
+        if key in ("op_whitelist", "op_blacklist"):
             for name in sorted(value or ()):
                 self._check_operator(name, where, key)
         elif key in ("deny_vendors", "allow_vendors"):
@@ -130,7 +130,7 @@ class OpRegistry:
                     self._check_token(token, f"{where}: {op_name}", None if op_name == "*" else op_name)
 
     def _check_operator(self, name: str, where: str, key: str) -> None:
-        more = ["*"] if key in ("shadow", "summaries") else []
+        more = ["*"] if key == "shadow" else []
         check_choice(where, "operator", name, [*self.op_names(), *more])
 
     def _check_vendor(self, name: str, where: str) -> None:

@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare the operator ('*': each) with a second implementation, layer by layer; 'off' ends it",
     )
     live.add_argument("--rate", type=float, metavar="SHARE", help="of the calls that are compared (0.01)")
-    live.add_argument("--summaries", metavar="OPERATORS", help="sum up their tensors, layer by layer")
     live.add_argument(
         "--wait",
         type=float,
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status 1 if a layer differs or a live process rejected a change."""
     if arguments.check is not None:
         return _check(arguments.check)
-    words = (arguments.live, arguments.control, arguments.pid, arguments.shadow, arguments.summaries)
+    words = (arguments.live, arguments.control, arguments.pid, arguments.shadow)
     if any(words) or arguments.rate is not None:
         return _live(arguments)
     return _show(arguments)
@@ -166,8 +165,6 @@ def _live(arguments: argparse.Namespace) -> int:
         request["set"] = _parse_settings(arguments.set)
     if arguments.shadow:
         request["shadow"] = ";".join(word for word in arguments.shadow if word != "off")
-    if arguments.summaries or "off" in arguments.shadow:
-        request["summaries"] = arguments.summaries or ""
     if arguments.rate is not None:
         request["rate"] = arguments.rate
     if arguments.pid:
@@ -222,9 +219,7 @@ def _state_lines(state: dict[str, Any]) -> list[str]:
     if watch is None:
         return lines
     shadow = ", ".join(f"{op}={token}" for op, token in watch["shadow"].items())
-    lines.append(
-        f"  shadow {shadow or 'of nothing'} at {watch['rate']:g} of the calls: {watch['compared']} compared"
-    )
+    lines.append(f"  shadow {shadow} at {watch['rate']:g} of the calls: {watch['compared']} compared")
     lines += [f"  {line}" for line in _not_compared(watch)]
     first = watch["first_difference"]
     if first:
@@ -232,10 +227,6 @@ def _state_lines(state: dict[str, Any]) -> list[str]:
     for layer in watch["layers"]:
         if layer["differed"] or layer["error"]:
             lines.append(f"    {_comparison(layer)}")
-    for layer, ops in watch["summaries"].items():
-        for op, tensors in ops.items():
-            lines.append(f"  {layer or '(no layer)'} {op}")
-            lines += [f"    {_summary(tensor)}" for tensor in tensors]
     return lines
 
 
@@ -253,10 +244,10 @@ def _not_compared(watch: dict[str, Any]) -> list[str]:
             f"{watch['replayed_steps']} replays of captured graphs, "
             f"{watch['captured_calls']} captured calls: what a graph runs is not compared"
         )
-    if watch["shadow"] and not watch["compared"]:
+    if not watch["compared"]:
         lines.append(
             "nothing was compared yet. If that does not change, start the engine without device "
-            "graphs, or raise --rate"
+            "graphs and without compile, or raise --rate"
         )
     return lines
 
@@ -270,15 +261,6 @@ def _comparison(layer: dict[str, Any]) -> str:
     return (
         f"{given}: {layer['differed']} of {layer['compared']} calls differ, by up to {layer['worst']:.3g} of "
         f"the largest value ({layer['tolerance']:.3g} is rounding)"
-    )
-
-
-def _summary(tensor: dict[str, Any]) -> str:
-    shape = "×".join(map(str, tensor["shape"]))
-    odd = f", {tensor['nan_count']} NaN, {tensor['inf_count']} infinite"
-    return (
-        f"{tensor['name']:<9} {tensor['dtype']} {shape}: {tensor['min']:.4g} to {tensor['max']:.4g}, mean "
-        f"{tensor['mean']:.4g}{odd}"
     )
 
 

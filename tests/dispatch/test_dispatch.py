@@ -604,7 +604,6 @@ def settings_of(text: str, tmp_path: Path) -> Settings:
         ("shadow: {rms_norm: nope}", "shadow: rms_norm: unknown token 'nope'"),
         ("shadow_rate: 2", "shadow_rate: 2: write a share above 0 and up to 1"),
         ("shadow_rate: often", "shadow_rate: 'often'"),
-        ("summaries: [nope]", "summaries: unknown operator 'nope'"),
         ("log: 7", "log: 7: write a path"),
         ("- prefer", "holds a list: write 'key: value' lines"),
         ("prefer: [", "is not YAML"),

@@ -1,4 +1,4 @@
-"""Measurements of a watched call's tensors: their distance from a second implementation's, and summaries."""
+"""The distance of a watched call's tensors from a second implementation's."""
 
 from __future__ import annotations
 
@@ -84,36 +84,6 @@ def _exact(tensor: torch.Tensor) -> torch.Tensor:
     """Convert to float64, on the host if the device lacks it."""
     has_doubles = tensor.device.type in ("cpu", "cuda")
     return (tensor.detach() if has_doubles else tensor.detach().cpu()).double()
-
-
-@dataclass(frozen=True)
-class TensorSummary:
-    """One tensor of a call; numbers of its finite elements."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    min: float
-    max: float
-    mean: float
-    nan_count: int
-    inf_count: int
-
-
-def summary(name: str, tensor: torch.Tensor) -> TensorSummary:
-    exact = _exact(tensor)
-    finite = exact[exact.isfinite()]
-    numbers = finite if finite.numel() else exact.new_zeros(1)
-    return TensorSummary(
-        name,
-        tuple(tensor.shape),
-        str(tensor.dtype).removeprefix("torch."),
-        float(numbers.min()),
-        float(numbers.max()),
-        float(numbers.mean()),
-        int(exact.isnan().sum()),
-        int(exact.isinf().sum()),
-    )
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

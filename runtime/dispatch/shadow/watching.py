@@ -2,9 +2,9 @@
 much.
 
 Both get the same inputs, so that a wrong kernel shows in its own layer only, and never in those after it. The
-engine goes on with the first one's output. Calls in compiled code are compared too (compiled_calls.py). Calls
-in a captured graph cannot be compared: while a watch is on, the runtime runs a share of its steps without
-their graphs, and calls hidden in a graph are counted and reported.
+engine goes on with the first one's output. Calls in compiled code are not compared. Nor are calls in a
+captured graph: while a watch is on, the runtime runs a share of its steps without their graphs, and calls
+hidden in a graph are counted and reported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -23,22 +23,15 @@ from sgl_aspects.errors import OperatorError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
 from sgl_aspects.runtime.dispatch.selection import Selection
-from sgl_aspects.runtime.dispatch.shadow import compiled_calls
-from sgl_aspects.runtime.dispatch.shadow.comparing import (
-    LayerComparison,
-    TensorSummary,
-    difference,
-    summary,
-    tensors_in,
-)
-from sgl_aspects.runtime.dispatch.shadow.layer_names import LayerNames, number_tensor
+from sgl_aspects.runtime.dispatch.shadow.comparing import LayerComparison, difference, tensors_in
+from sgl_aspects.runtime.dispatch.shadow.layer_names import LayerNames
 from sgl_aspects.runtime.dispatch.types import OpImpl, Token
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.dispatch.call_site import CallSite
     from sgl_aspects.runtime.dispatch.configuration import Settings
 
-__all__ = ["LayerComparison", "TensorSummary", "Watch", "difference", "summary"]
+__all__ = ["LayerComparison", "Watch", "difference"]
 
 logger = logging.getLogger("sgl_aspects.dispatch")
 
@@ -52,15 +45,11 @@ class Watch:
     ``shadow`` names operators, or "*" for all, with a token each.
     """
 
-    def __init__(
-        self, shadow: Mapping[str, Token], rate: float = 0.01, summaries: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, shadow: Mapping[str, Token], rate: float = 0.01) -> None:
         self.shadow = dict(shadow)
         self.rate = rate
-        self.summaries = tuple(summaries)
         self.layers = LayerNames()
         self._comparisons: dict[tuple[str, str], LayerComparison] = {}
-        self._summaries: dict[tuple[str, str], list[TensorSummary]] = {}
         self._not_compared: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
         self._credit: dict[tuple[str, str], float] = {}
@@ -77,14 +66,6 @@ class Watch:
     def first_difference(self) -> LayerComparison | None:
         """The first layer, in the model's order, that differs by more than rounding."""
         return next((each for each in self.comparisons() if each.differed), None)
-
-    def tensor_summaries(self) -> dict[str, dict[str, list[TensorSummary]]]:
-        """Return layer → operator → its tensors at the last watched call."""
-        found: dict[str, dict[str, list[TensorSummary]]] = {}
-        with self._lock:
-            for (layer, op), tensors in self._summaries.items():
-                found.setdefault(layer, {})[op] = tensors
-        return found
 
     def report(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -103,10 +84,6 @@ class Watch:
             "not_compared": {op: why for op, why in self._not_compared.items() if op not in compared_ops},
             "first_difference": None if first is None else asdict(first),
             "layers": [asdict(each) for each in comparisons],
-            "summaries": {
-                layer: {op: [asdict(tensor) for tensor in tensors] for op, tensors in ops.items()}
-                for layer, ops in self.tensor_summaries().items()
-            },
         }
 
     # -- watched calls -------------------------------------------------------------------------------------
@@ -114,7 +91,7 @@ class Watch:
     def around(self, site: CallSite, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the call itself if its operator is not watched."""
         shadow = self._shadow_impl(site, selection)
-        if shadow is None and not {site.op_name, ALL}.intersection(self.summaries):
+        if shadow is None:
             return call
         return _WatchedCall(self, site, selection.impl, shadow, call).run
 
@@ -212,98 +189,54 @@ class Watch:
                 f": {entry.mismatch}" if entry.mismatch else "",
             )
 
-    def sum_up(self, layer: str, op: str, given: Any, found: list[torch.Tensor]) -> None:
-        tensors = [(f"input {i}", tensor) for i, tensor in enumerate(tensors_in(given))]
-        tensors += [(f"output {i}", tensor) for i, tensor in enumerate(found)]
-        try:
-            summaries = [summary(name, tensor) for name, tensor in tensors]
-        except Exception as error:  # noqa: BLE001  # the engine must not notice
-            logger.warning("%s of %s cannot be summed up: %s: %s", op, layer, type(error).__name__, error)
-            return
-        with self._lock:
-            self._summaries[layer, op] = summaries
-
 
 class _WatchedCall:
     """The calls of one operator: ``run`` replaces its call site's while the watch is on."""
 
     def __init__(
-        self, watch: Watch, site: CallSite, impl: OpImpl, shadow: OpImpl | None, call: Callable[..., Any]
+        self, watch: Watch, site: CallSite, impl: OpImpl, shadow: OpImpl, call: Callable[..., Any]
     ) -> None:
         self._watch = watch
-        self._site = site
+        self._op_name = site.op_name
         self._impl = impl
         self._shadow = shadow
         self._call = call
-        self._second = None if shadow is None else site.spec.callable_of(shadow)
-        self._sums_up = bool({site.op_name, ALL}.intersection(watch.summaries))
+        self._second = site.spec.callable_of(shadow)
         #: Whether either writes to its arguments: then both get copies of the original ones.
-        self._writes = any(site.manager.mutated_by(each) for each in (impl, shadow) if each is not None)
-        self._number = compiled_calls.numbered(self)
-        self._no_layer = number_tensor(0)
-        #: Declared to compilers as written to, so that they do not remove the comparison.
-        self._written = number_tensor(0)
+        self._writes = any(site.manager.mutated_by(each) for each in (impl, shadow))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        is_compiling = torch.compiler.is_compiling()
-        layer = (0, "") if is_compiling else self._watch.layers.current()
-        if not is_compiling and not self._is_due(layer):
+        if torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
-        given = self._before(args, kwargs)
+        place, layer = self._watch.layers.current()
+        if not self._is_due(layer):
+            return self._call(*args, **kwargs)
+        given, named = args, kwargs
+        if self._writes:
+            given, named = tuple(map(_copied, args)), {name: _copied(each) for name, each in kwargs.items()}
         result = self._call(*args, **kwargs)
-        found = self._found(result, args, kwargs)
-        if is_compiling:
-            number = self._watch.layers.compiling()
-            layer_number = self._no_layer if number is None else number
-            compiled_calls.record_call(self._number, self._written, layer_number, *given, found)
-        else:
-            self._look(layer, given, found)
+        entry = self._watch.entry(layer, place, self._op_name, self._impl, self._shadow)
+        self._watch.compare(
+            entry,
+            lambda: self._found(self._second(*given, **named), given, named),
+            self._found(result, args, kwargs),
+        )
         return result
 
-    def look_compiled(
-        self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[torch.Tensor]
-    ) -> None:
-        """Compare a call in compiled code."""
-        # Compiled as a whole, no hook ran; compiled in parts, the hooks of the enclosing modules did.
-        name = self._watch.layers.name_of(layer) if layer else self._watch.layers.current()
-        if self._is_due(name):
-            self._look(name, (args, kwargs), found)
-
-    def _is_due(self, layer: tuple[int, str]) -> bool:
+    def _is_due(self, layer: str) -> bool:
         if current_platform.is_capturing():
             self._watch.count_captured()
             return False
-        return self._watch.is_due((layer[1], self._site.op_name))
-
-    def _before(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self._writes:
-            return args, kwargs
-        return tuple(map(_copied, args)), {name: _copied(value) for name, value in kwargs.items()}
+        return self._watch.is_due((layer, self._op_name))
 
     def _found(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return the output of the call: its result, and its arguments if they were written to."""
         return tensors_in(result) + (tensors_in((args, kwargs)) if self._writes else [])
 
-    def _look(
-        self, of: tuple[int, str], given: tuple[tuple[Any, ...], dict[str, Any]], found: list[torch.Tensor]
-    ) -> None:
-        place, layer = of
-        if self._sums_up:
-            self._watch.sum_up(layer, self._site.op_name, given, found)
-        second = self._second
-        if second is not None and self._shadow is not None:
-            entry = self._watch.entry(layer, place, self._site.op_name, self._impl, self._shadow)
-            args, kwargs = given
-            self._watch.compare(entry, lambda: self._found(second(*args, **kwargs), args, kwargs), found)
-
 
 def watch_of(settings: Settings) -> Watch | None:
     """Return the watch that the settings configure; None: none."""
-    if not settings.shadow and not settings.summaries:
-        return None
-    return Watch(dict(settings.shadow), settings.shadow_rate, settings.summaries)
+    return Watch(dict(settings.shadow), settings.shadow_rate) if settings.shadow else None
 
 
 def _copied(value: Any) -> Any:
