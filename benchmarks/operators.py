@@ -102,7 +102,7 @@ def inputs(op: str, tokens: int, dtype: torch.dtype, device: torch.device) -> di
 
 
 #: Look-ups and variants of other operators.
-NOT_MEASURED = ("embedding", "grouped_topk", "scaled_linear")
+NOT_MEASURED = ("embedding", "grouped_topk")
 
 
 def _subject(impl: OpImpl) -> str:

@@ -19,7 +19,7 @@ from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.core import ForwardBatch
 from sgl_aspects.runtime.execution.graph_runner import GraphRunner
 from sgl_aspects.runtime.kv_cache import MHATokenPool, NSATokenPool, PagedAllocator
-from sgl_aspects.runtime.ops.quantization import RowScaled, WeightOnly
+from sgl_aspects.runtime.ops.quantization import LinearMethod, QuantizationConfig
 from sgl_aspects.runtime.server_args import ServerArgs
 
 PAGE = Path(__file__).parent / "platforms.md"
@@ -78,9 +78,9 @@ def tables() -> str:
             made="size, page_size, dtype, device, kvcache, need_sort",
         ),
         ALLOCATOR,
-        _table("Quantization", "get_quantization_config", BOTH, WeightOnly, made=""),
+        _table("Quantization", "get_quantization_config", BOTH, QuantizationConfig, made=""),
         "What it returns for a layer has:\n",
-        _rows(RowScaled, "process_weights_after_loading apply"),
+        _rows(LinearMethod, "process_weights_after_loading apply"),
         _table(
             "Communicator",
             "get_communicator_class",

@@ -22,7 +22,6 @@ class CpuDeviceMixin(DeviceMixin):
     _enum: ClassVar[PlatformEnum] = PlatformEnum.CPU
     device_name: ClassVar[str] = "cpu"
     device_type: ClassVar[str] = "cpu"
-    supported_quantization: ClassVar[tuple[str, ...]] = ("int8",)
 
     def device_count(self) -> int:
         return 1

@@ -124,7 +124,7 @@ class SRTPlatform(DeviceMixin):
             super().verify_quantization(quant)
 
     def get_quantization_config(self, quantization: str) -> type | str | None:
-        """The class that runs ``quantization`` on this device; None: the engine's own."""
+        """The class that runs ``quantization`` on this device; None: SGLang's own."""
         return None
 
     # -- speculative decoding: used by SGLang alone ------------------------------------------------------

@@ -70,7 +70,6 @@ class TorchDeviceMixin(DeviceMixin):
     """The operations as ``torch.<device_type>`` offers them."""
 
     #: The embedded engine's own, which only require that the device has the type.
-    supported_quantization: ClassVar[tuple[str, ...]] = ("int8",)
     #: The package that adds the module to torch; None where torch brings it.
     torch_extension: ClassVar[str | None] = None
     #: For ``torch.distributed.init_process_group``.

@@ -60,7 +60,7 @@ class ServerArgs:
     disable_graphs: bool = False
     #: True: a step is scheduled when the previous one is done, even if the device could work meanwhile.
     disable_overlap: bool = False
-    #: "int8" or "fp8": linears keep their weights in 8 bits, where the platform can: less memory, not faster.
+    #: A method of the platform's for the weights of linears: see ``get_quantization_config``.
     quantization: str | None = None
     #: True: layers are compiled, where the platform can. The first steps take much longer.
     compile: bool = False

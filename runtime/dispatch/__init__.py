@@ -37,7 +37,6 @@ from sgl_aspects.runtime.dispatch.operators import (
     mrotary_embedding,
     rms_norm,
     rotary_embedding,
-    scaled_linear,
     silu_and_mul,
     topk,
 )
@@ -80,7 +79,6 @@ __all__ = [
     "reset_manager",
     "rms_norm",
     "rotary_embedding",
-    "scaled_linear",
     "silu_and_mul",
     "topk",
     "with_allowed_vendors",

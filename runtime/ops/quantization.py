@@ -1,76 +1,55 @@
-"""Quantization of the linears' weights, layer by layer.
+"""Quantization of the linears' weights, layer by layer, by a class of the platform's.
 
 ``ServerArgs.quantization`` names the method. The platform checks that its device can run it
-(``verify_quantization``), and may name its own class for it (``get_quantization_config``).
+(``verify_quantization``), and names the class (``get_quantization_config``).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import SRTPlatform
-from sgl_aspects.platforms.answers import class_of, made_by
-from sgl_aspects.runtime import dispatch
+from sgl_aspects.platforms.answers import answer_of, class_named, made_by
 from sgl_aspects.runtime.ops import Linear
 
-#: Method → the type that weights are kept in.
-WEIGHT_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
+class QuantizationConfig(Protocol):
+    """A class of this interface is made without arguments, and serves SGLang, too."""
 
-class WeightOnly:
-    """The built-in quantization: works on every torch device that has the type.
-
-    A platform's class for SGLang and this engine has the method of this one, and is made without arguments.
-    """
-
-    def __init__(self, method: str) -> None:
-        if method not in WEIGHT_TYPES:
-            raise ConfigError(f"quantization={method!r}: choose one of {', '.join(WEIGHT_TYPES)}")
-        self.dtype = WEIGHT_TYPES[method]
-
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> RowScaled | None:
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
         """Return what computes the linear ``layer`` called ``prefix``; None: it is not quantized."""
-        return RowScaled(self.dtype)
 
 
-class RowScaled:
-    """Keeps a weight in ``dtype``, of 8 bits, each row as a share of its largest number."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+class LinearMethod(Protocol):
+    """Computes one linear with a weight of its own form."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Called once ``layer.weight`` [out_features, in_features] is loaded: replace it."""
-        dtype = self.dtype
-        info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-        exact = layer.weight.float()
-        largest = exact.abs().amax(dim=1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
-        scale = largest / info.max
-        shares = exact / scale if dtype.is_floating_point else (exact / scale).round()
-        layer.scale = scale.squeeze(1)
-        layer.weight = nn.Parameter(shares.to(dtype), requires_grad=False)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in_features] → [..., out_features]."""
-        return dispatch.scaled_linear(x, layer.weight, layer.scale, bias)
 
 
 def quantization_config(method: str, platform: SRTPlatform) -> Any:
-    """Make the quantizer of ``method``: the platform's own, or the built-in one.
+    """Make the platform's quantizer of ``method``.
 
-    ConfigError if the device cannot run it.
+    ConfigError if the device cannot run it, or the platform names no class for it.
     """
     try:
         platform.verify_quantization(method)
     except ValueError as error:
         raise ConfigError(f"quantization={method!r}: {error}") from error
     factory = platform.get_quantization_config
-    found = class_of(factory, method, usual=WeightOnly, has=("get_quant_method",))
-    return WeightOnly(method) if found is WeightOnly else made_by(factory, found)
+    named: Any = answer_of(object, factory, method)
+    if named is None:
+        raise ConfigError(
+            f"quantization={method!r}: platform {platform.device_name!r} names no class for it "
+            "(get_quantization_config). Leave it out, or use SGLang or vLLM, which have methods of their own"
+        )
+    return made_by(factory, class_named(named, factory, has=("get_quant_method",)))
 
 
 def quantize(model: nn.Module, config: Any) -> None:

@@ -254,7 +254,7 @@ class AcmePlatform(CpuDeviceMixin, SRTPlatform):
     device_name = "acme"
     device_type = "cpu"
 
-    supported_quantization = ("int8", "acme4")
+    supported_quantization = ("acme4", "none4")
 
     def get_quantization_config(self, quantization: str) -> type | None:
         return Acme4 if quantization == "acme4" else None
@@ -283,11 +283,6 @@ class AcmePlatform(CpuDeviceMixin, SRTPlatform):
     def get_compile_backend(self, mode: str | None = None) -> str:
         used(f"compile mode {mode}")
         return "eager"
-
-
-class QuantizedAcmePlatform(AcmePlatform):
-    def supports_fp8(self) -> bool:
-        return True
 
 
 class ShortAcmePlatform(AcmePlatform):

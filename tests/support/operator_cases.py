@@ -227,15 +227,11 @@ def grouped_topk(
     return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), chosen
 
 
-def scaled_linear(x: Any, weight: Any, scale: Any, bias: Any = None) -> Any:
-    return linear(x, weight * scale[:, None], bias)
-
-
 MEANINGS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         silu_and_mul, gelu_and_mul, rms_norm, gemma_rms_norm, linear, embedding, rotary_embedding,
-        mrotary_embedding, topk, grouped_topk, scaled_linear, fused_moe,
+        mrotary_embedding, topk, grouped_topk, fused_moe,
         chunk_gated_delta_rule, fused_recurrent_gated_delta_rule,
     )
 }  # fmt: skip
@@ -272,7 +268,6 @@ def cases() -> dict[str, tuple[str, Inputs]]:
     state = random(2, 2, 8, 6, seed=6)
     rows, weight = random(3, 24, seed=1), random(24, seed=2)
     chosen_by = {"router_logits": logits, "k": 3}
-    per_row = {"scale": random(7, seed=4), "bias": random(7, seed=3)}
     return {
         "silu": ("silu_and_mul", {"x": rows}),
         "silu of three axes": ("silu_and_mul", {"x": random(2, 3, 24, seed=1)}),
@@ -306,7 +301,6 @@ def cases() -> dict[str, tuple[str, Inputs]]:
             {**chosen_by, "num_groups": 3, "topk_groups": 2, "correction_bias": random(12, seed=4, scale=0.3),
              "group_by_top2": True, "renormalize": False, "scoring": "sigmoid"},
         ),
-        "scaled linear": ("scaled_linear", {"x": rows, "weight": random(7, 24, seed=2), **per_row}),
         "experts": ("fused_moe", experts),
         "experts with gelu": ("fused_moe", {**experts, "activation": "gelu"}),
         "delta rule": ("chunk_gated_delta_rule", delta_inputs(5)),

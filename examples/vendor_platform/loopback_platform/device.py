@@ -24,7 +24,6 @@ class LoopbackDevice(DeviceMixin):
     #: torch's name of the device. A real one has its own ("npu"), from an extension of torch.
     device_type = "cpu"
     visible_devices_variable = "LOOPBACK_VISIBLE_DEVICES"
-    supported_quantization = ("int8",)
 
     # -- devices --------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from sgl_aspects.runtime.dispatch.operators.dense import (
     gemma_rms_norm,
     linear,
     rms_norm,
-    scaled_linear,
     silu_and_mul,
 )
 from sgl_aspects.runtime.dispatch.operators.experts import fused_moe, grouped_topk, topk
@@ -38,7 +37,6 @@ __all__ = [
     "mrotary_embedding",
     "rms_norm",
     "rotary_embedding",
-    "scaled_linear",
     "silu_and_mul",
     "topk",
 ]

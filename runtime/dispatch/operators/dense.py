@@ -60,13 +60,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor
     return F.linear(x, weight, bias)
 
 
-@operator()
-def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ (weight * scale[:, None]).T + bias``, with a weight [out, in] of 8 bits and scale [out]."""
-    output = F.linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
-    return output if bias is None else output + bias
-
-
 @operator(keyed_by="weight")
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """[tokens] → [tokens, hidden_size]: rows of the weight."""
