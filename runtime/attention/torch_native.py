@@ -77,19 +77,6 @@ class TorchNativeBackend(AttentionBackend):
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.req_to_token_pool.page_size)
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Attention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        index: IndexerInputs | None = None,
-    ) -> Tensor:
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, index=index)
-
     def forward_extend(
         self,
         q: Tensor,
@@ -107,7 +94,10 @@ class TorchNativeBackend(AttentionBackend):
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
             self.token_to_kv_pool.set_index_key_buffer(layer, forward_batch.out_cache_loc, index.key)
-        return self._attend_sparsely(query, index, layer, forward_batch).flatten(1)
+        pools = self.token_to_kv_pool, self.req_to_token_pool
+        return sparse_attention(*pools, query, index, layer, forward_batch).flatten(1)
+
+    forward_decode = forward_extend
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, layer: Attention, batch: ForwardBatch, saves: bool
@@ -155,12 +145,6 @@ class TorchNativeBackend(AttentionBackend):
             )
             output[chunk.tokens] = attended.permute(2, 0, 1, 3)
         return output.flatten(1, 2)
-
-    def _attend_sparsely(
-        self, query: Tensor, index: IndexerInputs, layer: Attention, batch: ForwardBatch
-    ) -> Tensor:
-        """All tokens, each over the best ones of its request."""
-        return sparse_attention(self.token_to_kv_pool, self.req_to_token_pool, query, index, layer, batch)
 
     def _gather(self, layer: Attention, pages: Tensor, requests: int) -> tuple[Tensor, Tensor]:
         """Keys and values of ``pages``, each [requests, kv_heads, tokens, head_dim], views of one buffer.

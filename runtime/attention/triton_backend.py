@@ -8,22 +8,19 @@ Each request and key-value head is cut into splits of its tokens, and the splits
     request 1, head 0   │ split 0 │ split 1 │ (empty) │      their weighted sum: join_splits
 
 How many splits there are depends on the number of requests alone, and lengths are read on the device: the
-same launch serves every step, as a captured graph needs it. Sparse attention is the same over a table of the
-chosen slots.
+same launch serves every step, as a captured graph needs it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import triton
 from torch import Tensor
 
-from sgl_aspects.runtime.attention.base import IndexerInputs
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
-from sgl_aspects.runtime.attention.triton_decode import decode_splits, index_scores, join_splits
+from sgl_aspects.runtime.attention.triton_decode import decode_splits, join_splits
 from sgl_aspects.runtime.dispatch.triton import overlapping
 
 if TYPE_CHECKING:
@@ -38,26 +35,19 @@ _BLOCK_TOKENS = 16
 _BLOCK_HEADS = 16
 
 
-@dataclass(eq=False)
-class _Places:
-    """The addresses of the tokens that decoding requests attend to."""
-
-    #: Slots, [rows, tokens].
-    table: Tensor
-    #: [requests]: each one's row of the table, and its tokens in there.
-    rows: Tensor
-    lengths: Tensor
-
-
 class TritonBackend(TorchNativeBackend):
     """Needs a device that Triton compiles for, and pools whose rows are [slots, heads, head_dim] views."""
 
+    #: Sparse attention is the reference's.
+    kinds: ClassVar[frozenset[str]] = frozenset({"mha", "mla"})
     capturable: ClassVar[bool] = True
     reads_unwritten_slots: ClassVar[bool] = False
 
     def _prepare_decodes(self, batch: ForwardBatch) -> None:
-        rows, lengths = (each[: batch.num_decodes] for each in (batch.req_pool_indices, batch.seq_lens))
-        self._places = _Places(self.req_to_token_pool.req_to_token, rows, lengths)
+        #: [requests]: each decoding one's row of ``req_to_token``, and its tokens in there.
+        self._rows, self._lengths = (
+            each[: batch.num_decodes] for each in (batch.req_pool_indices, batch.seq_lens)
+        )
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, layer: Attention, batch: ForwardBatch, saves: bool
@@ -68,7 +58,7 @@ class TritonBackend(TorchNativeBackend):
         decodes = batch.num_decodes
         if decodes == 0:
             return super()._attend(query, key, value, layer, batch, saves)
-        decoded = self._decode(query, (key, value) if saves else None, layer, self._places)
+        decoded = self._decode(query, (key, value) if saves else None, layer)
         if decodes == len(batch.lengths):
             return decoded
         prompts = query[decodes:], key[decodes:], value[decodes:]
@@ -76,54 +66,12 @@ class TritonBackend(TorchNativeBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc[decodes:], *prompts[1:])
         return torch.cat((decoded, self._prompts(*prompts, layer)))
 
-    def _attend_sparsely(
-        self, query: Tensor, index: IndexerInputs, layer: Attention, batch: ForwardBatch
-    ) -> Tensor:
-        if batch.num_decodes < len(batch.lengths):
-            return super()._attend_sparsely(query, index, layer, batch)
-        fitness = self._fitness(index, layer)
-        # Sorted: positions past a request's end come last, beyond the lengths passed to the kernels.
-        best = fitness.topk(min(index.topk, fitness.shape[1]), dim=-1).indices
-        slots = self.req_to_token_pool.slots(batch.req_pool_indices.unsqueeze(1), best)
-        rows = torch.arange(len(slots), device=slots.device)
-        lengths = self._places.lengths.clamp(max=slots.shape[1])
-        return self._decode(query, None, layer, _Places(slots, rows, lengths))
-
-    def _fitness(self, index: IndexerInputs, layer: Attention) -> Tensor:
-        """Return [requests, tokens of the longest context]: the score of each token; -inf past the end."""
-        keys = self.token_to_kv_pool.get_index_key_buffer(layer.layer_id)
-        requests, heads, dim = index.query.shape
-        places = self._places
-        tokens = places.table.shape[1]
-        fitness = torch.empty(requests, tokens, dtype=torch.float32, device=keys.device)
-        inputs = index.query.contiguous(), index.weights.contiguous()
-        block = 64
-        index_scores[(requests, triton.cdiv(tokens, block))](
-            *inputs,
-            keys,
-            places.table,
-            places.rows,
-            places.lengths,
-            fitness,
-            dim**-0.5,
-            tokens,
-            keys.stride(0),
-            places.table.stride(0),
-            HEADS=heads,
-            DIM=dim,
-            BLOCK_HEADS=max(16, triton.next_power_of_2(heads)),
-            BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
-            BLOCK_TOKENS=block,
-        )
-        return fitness
-
-    def _decode(
-        self, query: Tensor, new: tuple[Tensor, Tensor] | None, layer: Attention, places: _Places
-    ) -> Tensor:
+    def _decode(self, query: Tensor, new: tuple[Tensor, Tensor] | None, layer: Attention) -> Tensor:
         """Attend from the first tokens of ``query``, one per request. Their keys and values are ``new``, and
         stored here; None if they are in the pool.
         """
-        requests, dim = len(places.lengths), layer.v_head_dim
+        requests, dim = len(self._lengths), layer.v_head_dim
+        table = self.req_to_token_pool.req_to_token
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         others = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         new_keys, new_others = (keys, others) if new is None else new
@@ -143,9 +91,9 @@ class TritonBackend(TorchNativeBackend):
             new_others,
             keys,
             others,
-            places.table,
-            places.rows,
-            places.lengths,
+            table,
+            self._rows,
+            self._lengths,
             parts,
             weights,
             layer.scaling,
@@ -157,7 +105,7 @@ class TritonBackend(TorchNativeBackend):
             keys.stride(1),
             others.stride(0),
             others.stride(1),
-            places.table.stride(0),
+            table.stride(0),
             GROUP=group,
             HEAD_BLOCKS=head_blocks,
             DIM=dim,

@@ -75,7 +75,7 @@ def test_replayed_steps_answer_as_transformers(
 
 
 @ON_CUDA
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"deepseek v3.2"}))  # sparse: eager
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_every_family_is_captured_on_a_gpu(
     family: str, page_size: int, replays: list[tuple[int, int]], tmp_path: Path

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from sgl_aspects.runtime.attention.base import AttentionBackend, IndexerInputs
+from sgl_aspects.runtime.attention.base import AttentionBackend
 from sgl_aspects.runtime.attention.layer import Attention
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
 from sgl_aspects.runtime.core import ForwardBatch, ForwardMode
 from sgl_aspects.runtime.dispatch.define import OPERATORS
 from sgl_aspects.runtime.kv_cache import ReqToTokenPool
-from sgl_aspects.runtime.kv_cache.pools import MHATokenPool, MLATokenPool, NSATokenPool
+from sgl_aspects.runtime.kv_cache.pools import MHATokenPool, MLATokenPool
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -182,28 +182,6 @@ def test_decoding_over_compressed_rows(heads: int) -> None:
     for backend, stored in both_backends(MLATokenPool, LENGTHS, kv_lora_rank=32, qk_rope_head_dim=16):
         query, key = random(len(lengths), heads, 48, seed=1), random(len(lengths), 1, 48, seed=2)
         output = backend.forward(query.flatten(1), key, key[..., :32], layer, decode(backend, lengths))
-        found.append((output, stored()))
-    assert error(found[1][0], found[0][0]) < 1e-5
-    assert torch.equal(found[1][1], found[0][1])
-
-
-@pytest.mark.parametrize("topk", [1, 20, 200])
-def test_sparse_decoding(topk: int) -> None:
-    lengths = list(reversed(LENGTHS))
-    layer = Attention(0, 4, 1, 48, v_head_dim=32)
-    found = []
-    for backend, stored in both_backends(
-        NSATokenPool, LENGTHS, kv_lora_rank=32, qk_rope_head_dim=16, index_head_dim=24
-    ):
-        query, key = random(len(lengths), 4, 48, seed=1), random(len(lengths), 1, 48, seed=2)
-        index = IndexerInputs(
-            query=random(len(lengths), 32, 24, seed=3),
-            key=random(len(lengths), 24, seed=4),
-            weights=random(len(lengths), 32, seed=5),
-            topk=topk,
-        )
-        batch = decode(backend, lengths)
-        output = backend.forward(query.flatten(1), key, key[..., :32], layer, batch, index=index)
         found.append((output, stored()))
     assert error(found[1][0], found[0][0]) < 1e-5
     assert torch.equal(found[1][1], found[0][1])
