@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ class Operator(nn.Module):
     """``compute`` calls a function of :mod:`sgl_aspects.runtime.dispatch`, which finds its implementation."""
 
     #: The name of that function.
-    op_name: ClassVar[str] = ""
+    op_name: str = ""
 
     @staticmethod
     def register_oot_forward(op_cls: type[Operator] | str, fn: Callable[..., Any], platform_key: str) -> None:

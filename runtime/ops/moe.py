@@ -22,11 +22,13 @@ class TopKExperts(Operator):
     def __init__(self, moe: MoEConfig) -> None:
         super().__init__()
         self.moe = moe
+        if moe.num_groups > 1 or moe.has_correction_bias:
+            self.op_name = "grouped_topk"
 
     def compute(self, logits: Tensor, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [tokens, experts] → weights (float32) and expert ids, each [tokens, experts_per_token]."""
         moe = self.moe
-        if correction_bias is None and moe.num_groups == 1:
+        if self.op_name == "topk":
             weights, experts = dispatch.topk(logits, moe.experts_per_token, moe.normalize, moe.scoring)
         else:
             weights, experts = dispatch.grouped_topk(

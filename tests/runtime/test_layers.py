@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 import pytest
 import torch
 
-from sgl_aspects.runtime.ops import Linear, RMSNorm
+from sgl_aspects.engines.embedded.details import ROLES
+from sgl_aspects.runtime import dispatch
+from sgl_aspects.runtime.loader.model_config import MoEConfig
+from sgl_aspects.runtime.ops import Linear, RMSNorm, TopKExperts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -52,3 +57,25 @@ def test_rms_norm_equals_its_definition() -> None:
     normed, total = norm(x, residual)
     torch.testing.assert_close(total, x + residual)
     torch.testing.assert_close(normed, definition(x + residual))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({}, "topk"), ({"num_groups": 2}, "grouped_topk"), ({"has_correction_bias": True}, "grouped_topk")],
+)
+def test_a_router_is_traced_under_the_operator_that_it_calls(
+    settings: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    for op_name in ("topk", "grouped_topk"):
+        original = getattr(dispatch, op_name)
+
+        def counted(*args: Any, op_name: str = op_name, original: Any = original) -> Any:
+            called.append(op_name)
+            return original(*args)
+
+        monkeypatch.setattr(dispatch, op_name, counted)
+    moe = MoEConfig(num_experts=8, experts_per_token=2, intermediate_size=16, **settings)
+    layer, logits = TopKExperts(moe), torch.randn(3, 8)
+    layer(logits, torch.zeros(8) if moe.has_correction_bias else None)
+    assert called == [ROLES["operator"].reads["operator"]((layer, logits), {})] == [name]
