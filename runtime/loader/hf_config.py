@@ -45,7 +45,7 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     if architecture is None:
         raise ModelLoadError(
             f"architecture {', '.join(map(str, architectures))} is not supported; "
-            f"known: {', '.join(known_architectures())}. SGLang and vLLM run others, with the same hooks"
+            f"known: {', '.join(known_architectures())}. Other engines run more, with the same hooks"
         )
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "?")

@@ -47,7 +47,7 @@ def quantization_config(method: str, platform: SRTPlatform) -> Any:
     if named is None:
         raise ConfigError(
             f"quantization={method!r}: platform {platform.device_name!r} names no class for it "
-            "(get_quantization_config). Leave it out, or use SGLang or vLLM, which have methods of their own"
+            "(get_quantization_config). Leave it out, or use an engine that has methods of its own"
         )
     return made_by(factory, class_named(named, factory, has=("get_quant_method",)))
 

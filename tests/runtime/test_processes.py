@@ -277,7 +277,7 @@ def edited_config(folder: Path, tmp_path: Path, **changes: Any) -> Path:
     [
         (
             {"architectures": ["Qwen3NextForCausalLM"]},
-            "Qwen3NextForCausalLM is not supported.*known: .*, LlamaForCausalLM.* SGLang and vLLM run others",
+            "Qwen3NextForCausalLM is not supported.*known: .*, LlamaForCausalLM.* Other engines run more",
         ),
         ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
         ({"hidden_size": "big"}, "hidden_size='big': a whole number"),
