@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sgl_aspects import generated
 from sgl_aspects.errors import OperatorError, OperatorSignatureError, UnsupportedCallError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch.selection import Selection
@@ -22,26 +20,6 @@ from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
 if TYPE_CHECKING:
     from sgl_aspects.runtime.dispatch.manager import OpManager
     from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
-    from sgl_aspects.runtime.dispatch.types import OperatorSpec
-
-_GUARD = """
-def make(calls, resolve):
-    def guarded({signature}):
-        call = calls.get(({key}.dtype, {key}.get_device())) or resolve({key}.dtype, {key}.device)
-        return call({names})
-    return guarded
-"""
-
-
-@cache
-def _guard_maker(spec: OperatorSpec) -> Callable[..., Callable[..., Any]]:
-    """A guard with the operator's own signature packs no arguments."""
-    signature, names = spec.written_signature()
-    source = _GUARD.format(signature=signature, key=spec.keyed_by, names=names)
-    namespace = generated.execute(source, f"guard of {spec.name}", {})
-    maker: Callable[..., Callable[..., Any]] = namespace["make"]
-    return maker
-
 
 #: The dtype and device that a call is resolved for; None if unknown or irrelevant.
 Key = tuple[Any, Any]
@@ -111,12 +89,23 @@ class CallSite:
         calls.setdefault(policy, {})[key] = call
         # A guard stays once tensors matter here: another type's choice must not replace it.
         self._guarded = self._guarded or selection.depends_on_tensors
-        run = _guard_maker(self.spec)(calls[policy], self._resolve) if self._guarded else call
+        run = self._guard(calls[policy]) if self._guarded else call
         with manager.lock:
             # Unless the choice is outdated by now, or depends on the context.
             if calls is self._calls and not manager.is_scoped:
                 self.run = run
         return call
+
+    def _guard(self, calls: dict[Key, Callable[..., Any]]) -> Callable[..., Any]:
+        """Return a function that looks up the call for its tensors."""
+        index, name, resolve = self.spec.key_index, self.spec.keyed_by, self._resolve
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[index] if len(args) > index else kwargs[name]
+            call = calls.get((tensor.dtype, tensor.get_device())) or resolve(tensor.dtype, tensor.device)
+            return call(*args, **kwargs)
+
+        return guarded
 
     # -- when an implementation fails ------------------------------------------------------------------
 

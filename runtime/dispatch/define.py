@@ -1,17 +1,17 @@
 """``@operator()``: turn a reference into an operator, whose calls run what the policy chooses.
 
-The operator is a generated function with the reference's signature, so that a call packs no arguments and
-compilers trace through it. Copies of it, imported by name or stored, follow the policy, and it can be hooked.
+Copies of it, imported by name or stored, follow the policy; it can be hooked, and compilers trace through it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast
 
 import torch
 
-from sgl_aspects import compat, generated
+from sgl_aspects import compat
 from sgl_aspects.runtime.dispatch.types import OperatorSpec
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -19,16 +19,26 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 #: Every operator that was defined, by its name.
 OPERATORS: dict[str, OperatorSpec] = {}
 
-#: Operator → the globals of its module, which hold its call site.
-_modules: dict[str, dict[str, Any]] = {}
 
-_SOURCE = """
-def {name}({signature}):
-    try:
-        return _site_of_{name}.run({names})
-    except Exception as error:
-        return _site_of_{name}.recover(error, ({names},), {{}})
-"""
+class _Operation:
+    """The state of one operator: its call site, once the process has a manager."""
+
+    def __init__(self, op_name: str) -> None:
+        self.op_name = op_name
+        self.site: Any = self
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Find the call site at the first call, so that importing an operator reads no configuration."""
+        _find_sites()
+        if not torch.compiler.is_compiling():
+            self.site = _sites[self.op_name]
+        return _sites[self.op_name].run(*args, **kwargs)
+
+    def recover(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise error  # the configuration could not be read
+
+
+_operations: list[_Operation] = []
 
 
 def operator(*, mutates: tuple[str, ...] = (), keyed_by: str = "") -> Callable[[_F], _F]:
@@ -37,40 +47,22 @@ def operator(*, mutates: tuple[str, ...] = (), keyed_by: str = "") -> Callable[[
     def define(reference: _F) -> _F:
         spec = OperatorSpec(reference.__name__, reference, mutates=mutates, keyed_by=keyed_by)
         OPERATORS[spec.name] = spec
-        # In the reference's own module: compilers look a function's globals up by its module's name.
-        module = _modules[spec.name] = reference.__globals__
-        module[_site_name(spec.name)] = _Unbound(spec.name)
-        signature, names = spec.written_signature()
-        source = _SOURCE.format(name=spec.name, signature=signature, names=names)
-        function = generated.execute(source, f"operator {spec.name}", module)[spec.name]
-        function.__doc__ = reference.__doc__
-        function.__annotations__ = get_type_hints(reference)
-        return cast("_F", function)
+        operation = _Operation(spec.name)
+        _operations.append(operation)
+
+        @functools.wraps(reference)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return operation.site.run(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  # raised again, or served by the next implementation
+                return operation.site.recover(error, args, kwargs)
+
+        return cast("_F", call)
 
     return define
 
 
-def _site_name(op_name: str) -> str:
-    return f"_site_of_{op_name}"
-
-
-class _Unbound:
-    """The call site until the first call, so that importing an operator reads no configuration."""
-
-    def __init__(self, op_name: str) -> None:
-        self.op_name = op_name
-
-    def run(self, *args: Any) -> Any:
-        _find_sites()
-        if not torch.compiler.is_compiling():
-            _modules[self.op_name][_site_name(self.op_name)] = _sites[self.op_name]
-        return _sites[self.op_name].run(*args)
-
-    def recover(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise error  # the configuration could not be read
-
-
-#: Code being compiled may not change a module's globals, and finds the sites here.
+#: Code being compiled finds the sites here: it may not change an operation.
 _sites: dict[str, Any] = {}
 
 
@@ -91,5 +83,5 @@ def _find_sites() -> bool:
 def unbind() -> None:
     """Look up the process's manager again at the next call."""
     _sites.clear()
-    for name, module in _modules.items():
-        module[_site_name(name)] = _Unbound(name)
+    for operation in _operations:
+        operation.site = operation

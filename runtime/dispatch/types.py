@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 
-from sgl_aspects import generated
 from sgl_aspects.errors import ConfigError, OperatorError, OperatorSignatureError
 from sgl_aspects.packages import install_command
 from sgl_aspects.platforms import current_platform
@@ -178,15 +177,6 @@ class OperatorSpec:
     def key_index(self) -> int:
         return list(self.parameters).index(self.keyed_by)
 
-    def written_signature(self) -> tuple[str, str]:
-        """Return the signature and the arguments for generated code: "x, eps=1e-06" and "x, eps"."""
-        # A default of these operators is a number, a text, True, False or None: it can be written as it is.
-        signature = ", ".join(
-            name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
-            for name, parameter in self.parameters.items()
-        )
-        return signature, ", ".join(self.parameters)
-
     def callable_of(self, impl: OpImpl) -> Callable[..., Any]:
         """The implementation's function if it has the operator's defaults, else a wrapper that has them.
 
@@ -200,11 +190,12 @@ class OperatorSpec:
             name in found and found[name].default == each.default for name, each in self.parameters.items()
         ):
             return function
-        signature, names = self.written_signature()
-        source = f"def {self.name}({signature}):\n    return function({names})\n"
-        namespace = generated.execute(source, f"defaults of {self.name}", {"function": function})
-        made: Callable[..., Any] = namespace[self.name]
-        return made
+        defaults = {name: each.default for name, each in self.parameters.items()}
+
+        def with_defaults(*args: Any, **kwargs: Any) -> Any:
+            return function(*{**defaults, **dict(zip(defaults, args)), **kwargs}.values())
+
+        return with_defaults
 
     def check_signature(self, impl: OpImpl) -> None:
         """Check that the function has the reference's parameters, names and order; more only with defaults.
