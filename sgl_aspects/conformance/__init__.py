@@ -5,12 +5,11 @@ It runs the embedded runtime's operators, pools, attention backends and engine o
 
     check.py          the definition of a check, and how it passes, fails or is skipped
     suite.py          runs the checks
-    identity.py       names, classes, devices        operations.py   copies, streams, variables
+    identity.py       names, classes, devices        operations.py   copies, streams, seeds
     memory.py         against real allocations        events.py       against the host's clock
     operators.py      against float64                 kv_pools.py     pages, slots, the allocator
     attention.py      over ragged batches             graphs.py       capture and replay
-    capabilities.py   what a platform declares
-    determinism.py    repeated runs                   distributed.py  two processes
+    capabilities.py   what a platform declares        distributed.py  two processes
     generation.py     a whole model, against transformers or reference_model.py
 """
 

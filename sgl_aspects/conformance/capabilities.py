@@ -8,8 +8,6 @@ import torch
 
 from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
 from sgl_aspects.conformance.in_process import generating
-from sgl_aspects.conformance.kv_pools import PAGE_SIZE, make_pool
-from sgl_aspects.conformance.operators import random_tensor
 from sgl_aspects.conformance.tiny_model import write_tiny_model
 
 
@@ -78,38 +76,3 @@ def quantized(bench: Bench) -> str:
         with generating(folder, quantization=method) as engine:
             engine.tokens()
     return ", ".join(own)
-
-
-@check(write="capabilities", expects="hicache_device_kernels: pages of a pool to go to the host and back")
-def hicache(bench: Bench) -> str:
-    _declared(bench, "hicache_device_kernels")
-    pool = make_pool(bench, torch.bfloat16)
-    buffer = pool.get_key_buffer(0)
-    buffer.copy_(random_tensor(*buffer.shape, dtype=torch.bfloat16, seed=5).to(bench.device))
-    before = buffer.cpu()
-    page = slice(2 * PAGE_SIZE, 3 * PAGE_SIZE)
-    kept = torch.empty(buffer[page].shape, dtype=torch.bfloat16)
-    if bench.platform.is_pin_memory_available():
-        kept = kept.pin_memory()
-    kept.copy_(buffer[page], non_blocking=True)
-    bench.platform.synchronize()
-    buffer[page] = 0
-    buffer[page].copy_(kept, non_blocking=True)
-    bench.platform.synchronize()
-    require(torch.equal(buffer.cpu(), before), "the page as it was", "another")
-    return "page 2 away and back"
-
-
-@check(write="capabilities", expects="supports_pynccl: the library to be there")
-def pynccl(bench: Bench) -> str:
-    _declared(bench, "supports_pynccl")
-    import torch.distributed as dist
-
-    backend = bench.platform.get_torch_distributed_backend_str()
-    require(
-        dist.is_available() and dist.is_backend_available(backend),
-        f"torch.distributed to have {backend!r}",
-        "it has not",
-        "get_torch_distributed_backend_str",
-    )
-    return backend

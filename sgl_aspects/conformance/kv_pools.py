@@ -10,6 +10,7 @@ import torch
 from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
 from sgl_aspects.conformance.operators import random_tensor
 from sgl_aspects.platforms import resolve_qualified_name
+from sgl_aspects.runtime.kv_cache.checks import check_pool
 
 LAYERS, PAGE_SIZE, PAGES = 2, 4, 9
 SLOTS = (PAGES + 1) * PAGE_SIZE  # the requested size, and page 0
@@ -62,20 +63,9 @@ def shape(bench: Bench, kind: str = "mha") -> str:
     """Buffers of the requested type, on the device, one row per slot."""
     for dtype in _DTYPES:
         pool = make_pool(bench, dtype, kind)
-        require(getattr(pool, "dtype", None) == dtype, f"pool.dtype {dtype}", pool.dtype, "get_kv_pool_cls")
-        for layer in range(LAYERS):
-            parts = dict(_PARTS[kind])
-            if kind != "mha":  # the value is the first part of the compressed row
-                parts["value"] = (1, ROWS[kind]["kv_lora_rank"])
-            for part, shape in parts.items():
-                buffer = _buffer(pool, part, layer)
-                name = f"get_{part}_buffer of the pool"
-                require(buffer.dtype == dtype, f"a buffer of {dtype}", buffer.dtype, name)
-                right = (SLOTS, *shape)
-                found = tuple(buffer.shape)
-                require(found == right, f"{right}: size and page 0", found, name)
-                there = buffer.device.type
-                require(there == bench.device.type, f"memory of {bench.device}", there, name)
+        require(getattr(pool, "dtype", None) == dtype, f"pool.dtype {dtype}", pool.dtype)
+        factory, layers = bench.platform.get_kv_pool_cls, range(LAYERS)
+        check_pool(pool, factory, SLOTS, dtype, bench.device, layers, **ROWS[kind])
     return f"{SLOTS} slots, {LAYERS} layers"
 
 
@@ -129,22 +119,6 @@ def clear(bench: Bench, kind: str = "mha") -> str:
     return f"2 pages of {PAGES}"
 
 
-@check(write="get_key_buffer of the pool", expects="a page that is moved through the buffers to arrive")
-def move(bench: Bench, kind: str = "mha") -> str:
-    """Copy a page to another through the buffers."""
-    source = torch.arange(3 * PAGE_SIZE, 4 * PAGE_SIZE)
-    target = torch.arange(8 * PAGE_SIZE, 9 * PAGE_SIZE)
-    for dtype in _DTYPES:
-        pool, expected = _filled(bench, dtype, kind)
-        for layer in range(LAYERS):
-            for part, right in expected[layer].items():
-                buffer = _buffer(pool, part, layer)
-                buffer[target.to(bench.device)] = buffer[source.to(bench.device)]
-                right[target] = right[source]
-        _require_equal(pool, expected, "the buffers of the pool: views, not copies")
-    return "page 3 to page 8"
-
-
 @check(write="get_paged_allocator_cls", expects="the slots of pages from 1, each once, all of them")
 def allocator(bench: Bench) -> str:
     allocator_class: Any = resolve_qualified_name(bench.platform.get_paged_allocator_cls())
@@ -188,14 +162,14 @@ def allocator(bench: Bench) -> str:
     return f"{PAGES} pages"
 
 
-@check(write="get_mla_kv_pool_cls", expects="one compressed row a token: written, read back, cleared, moved")
+@check(write="get_mla_kv_pool_cls", expects="one compressed row a token: written, read back, cleared")
 def mla(bench: Bench) -> str:
     return _compressed(bench, "mla")
 
 
 @check(
     write="get_nsa_kv_pool_cls",
-    expects="compressed rows with indexer keys: written, read back, cleared, moved",
+    expects="compressed rows with indexer keys: written, read back, cleared",
 )
 def dsa(bench: Bench) -> str:
     return _compressed(bench, "dsa")
@@ -206,7 +180,7 @@ def _compressed(bench: Bench, kind: str) -> str:
         bench.platform.get_kv_pool_cls(kind=kind)
     except NotImplementedError as error:
         raise NotApplicableError("not declared") from error
-    return ", ".join(step(bench, kind) for step in (shape, write, clear, move))
+    return ", ".join(step(bench, kind) for step in (shape, write, clear))
 
 
 def _filled(bench: Bench, dtype: torch.dtype, kind: str) -> tuple[Any, Contents]:

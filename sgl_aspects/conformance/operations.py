@@ -82,6 +82,17 @@ class _DeliberateError(Exception):
     """Raised to check the state that is left behind."""
 
 
+@check(write="seed_everything", expects="a seed to give the same numbers, another seed others")
+def seed(bench: Bench) -> str:
+    def draw(seed: int) -> torch.Tensor:
+        bench.platform.seed_everything(seed)
+        return torch.rand(1000, device=bench.device).cpu()
+
+    require(torch.equal(draw(7), draw(7)), "the same numbers after the same seed", "others")
+    require(not torch.equal(draw(7), draw(8)), "other numbers after another seed", "the same")
+    return "on the device"
+
+
 @check(write="verify_quantization", expects="an unknown method to be refused")
 def quantization(bench: Bench) -> str:
     answer = "silence"

@@ -14,7 +14,6 @@ from sgl_aspects.runtime.loader.model_config import RopeConfig
 from sgl_aspects.runtime.ops import (
     Embedding,
     Linear,
-    MergedLinear,
     Operator,
     RMSNorm,
     RotaryEmbedding,
@@ -149,14 +148,6 @@ _check(
     lambda dtype: Linear(48, 80, bias=True, dtype=dtype),
     _rows((48,)),
     lambda parameters, x: [x @ parameters[0].T + parameters[1]],
-)
-_check(
-    "merged_linear",
-    "linear",
-    "several linears as one",
-    lambda dtype: MergedLinear(48, {"q": 64, "k": 16, "v": 16}, bias=False, dtype=dtype),
-    _rows((48,)),
-    lambda parameters, x: [x @ parameters[0].T],
 )
 _check(
     "embedding",

@@ -23,7 +23,6 @@ GROUPS = (
     "attention",
     "graphs",
     "capabilities",
-    "determinism",
     "distributed",
     "generation",
 )

@@ -52,7 +52,7 @@ def test_a_good_platform_passes(make: Callable[[], SRTPlatform]) -> None:
     found = results(make(), HERE)
     assert failed(found) == set(), found
     skipped = {name for name, result in found.items() if result.status == "skipped"}
-    undeclared = {f"capabilities.{name}" for name in ("triton", "fp8", "hicache", "pynccl")}
+    undeclared = {f"capabilities.{name}" for name in ("triton", "fp8", "quantized")}
     if make is CpuPlatform:
         undeclared |= {"operations.streams", "capabilities.compiled"}
         undeclared |= {f"graphs.{name}" for name in ("replay", "capturing", "memory", "decode_steps")}

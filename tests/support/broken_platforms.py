@@ -407,15 +407,6 @@ class NoSuchCompiler(LoopbackPlatform):
         return "no_such_compiler"
 
 
-class DeclaresNccl(LoopbackPlatform):
-    """Declares a library of collectives, and its backend is another."""
-
-    capabilities = dataclasses.replace(LoopbackPlatform.capabilities, supports_pynccl=True)
-
-    def get_torch_distributed_backend_str(self) -> str:
-        return "loopccl"
-
-
 # -- seeds, and what only processes of their own show -----------------------------------------------------
 
 
@@ -442,7 +433,7 @@ class ManyFaults(NextSlot):
 
 
 #: A platform that generates wrong tokens does so with quantized weights, too.
-_WRONG_TOKENS, _WRITES = {"capabilities.quantized"}, {"kv_pools.write", "kv_pools.clear", "kv_pools.move"}
+_WRITES = {"kv_pools.write", "kv_pools.clear"}
 #: Each fault, and the checks that find it, of the groups that need no other process.
 FAULTS: dict[type[LoopbackPlatform], set[str]] = {
     NoFamily: {"identity.family"},
@@ -458,29 +449,26 @@ FAULTS: dict[type[LoopbackPlatform], set[str]] = {
     EventAlwaysReached: {"events.unrecorded"},
     EventKeepsFirst: {"events.again"},
     DoesNotWait: {"events.synchronize", "events.elapsed", "events.again"},
-    ForgetsResidual: {"operators.rms_norm_residual", *_WRONG_TOKENS},
+    ForgetsResidual: {"operators.rms_norm_residual"},
     WritesInput: {"operators.silu_and_mul"},
-    PageZero: {"kv_pools.allocator", "graphs.decode_steps", "capabilities.compiled", *_WRONG_TOKENS},
+    PageZero: {"kv_pools.allocator", "graphs.decode_steps", "capabilities.compiled"},
     NextPage: {"kv_pools.clear"},
     ReadsPadding: {
         *(f"attention.{name}" for name in ("decode", "chunks", "prompts", "mixed")),
         "graphs.decode_steps",
-        *_WRONG_TOKENS,
     },
     WrongScale: {"attention.decode"},
-    ReplaysNothing: {"graphs.replay", "graphs.decode_steps", *_WRONG_TOKENS},
+    ReplaysNothing: {"graphs.replay", "graphs.decode_steps"},
     ReplayAllocates: {"graphs.memory"},
     CapturesInSecret: {"graphs.capturing"},
     GraphsDeclaredOnly: {
         *(f"graphs.{name}" for name in ("replay", "capturing", "memory", "decode_steps")),
-        *_WRONG_TOKENS,
     },
-    CapturesHostSizes: {"graphs.decode_steps", *_WRONG_TOKENS},
+    CapturesHostSizes: {"graphs.decode_steps"},
     NothingToCapture: {"graphs.decode_steps"},
     DeclaresTriton: {"capabilities.triton"},
     NoSuchCompiler: {"capabilities.compiled"},
-    DeclaresNccl: {"capabilities.pynccl"},
-    ForgetsSeed: {"determinism.seed"},
+    ForgetsSeed: {"operations.seed"},
 }
 #: A pool that is wrong shows in attention too: here the checks of pools alone.
 POOL_FAULTS: dict[type[LoopbackPlatform], set[str]] = {
