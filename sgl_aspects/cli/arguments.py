@@ -23,6 +23,17 @@ def positive_integer(text: str) -> int:
     return number
 
 
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: write a number from 0 to 1")
+    return number
+
+
 def writable_file(text: str) -> Path:
     """A file in a folder that exists: checked before the work, not after."""
     file = Path(os.path.expanduser(text))

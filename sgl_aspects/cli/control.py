@@ -11,20 +11,11 @@ import urllib.request
 from pathlib import Path
 
 from sgl_aspects import env
+from sgl_aspects.cli.arguments import share
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run.collector import collector_state, how_to_start
 from sgl_aspects.run.control import Control, read_control, write_control, write_run_control
 from sgl_aspects.tracing.collect.rings import rings
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: write a number from 0 to 1")
-    return share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--level", type=int, choices=range(5), help="1 request, 2 + scheduler, 3 + forward, 4 + layers; 0 off"
     )
     parser.add_argument(
-        "--sample", type=_share, metavar="SHARE", help="share of the requests to record, 0 to 1"
+        "--sample", type=share, metavar="SHARE", help="share of the requests to record, 0 to 1"
     )
     switch = parser.add_mutually_exclusive_group()
     switch.add_argument("--on", dest="on", action="store_const", const=True, help="record again, as before")

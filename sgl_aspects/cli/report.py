@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sgl_aspects.cli.arguments import writable_file
+from sgl_aspects.cli.arguments import share, writable_file
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.files import private
 from sgl_aspects.terminal import counted
@@ -37,24 +38,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the page (report.html), or the timeline (timeline.json)",
     )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="instead: what takes longer in B than in A, runs of the same load: files, or folders of files",
+    )
+    parser.add_argument(
+        "--beyond",
+        type=share,
+        default=0.02,
+        metavar="SHARE",
+        help="exit status 1 where a measure of B takes so much longer (0.02)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the run, write the page, and print a summary."""
     from sgl_aspects.analysis.sources import load_runs
 
-    found = load_runs(arguments.sources)
     output = arguments.output or Path(_FORMATS[arguments.format])
+    if arguments.compare:
+        return _compare(arguments.compare, output, arguments.beyond)
+    found = load_runs(arguments.sources)
     if not found.spans:
         raise ConfigError(
             f"{found.source} holds no spans: has the engine served a request since tracing began?"
         )
     text = _page(found) if arguments.format == "page" else _timeline(found)
-    try:
-        with open(output, "w", encoding="utf-8", opener=private) as page:
-            page.write(text)
-    except OSError as error:
-        raise ConfigError(f"{output}: {error.strerror}") from error
+    _write(text, output)
     requests = counted(sum(span.is_server for span in found.spans), "request")
     where = "a browser" if arguments.format == "page" else "ui.perfetto.dev"
     size = f"{len(text) / 1e6:.1f} MB"
@@ -62,6 +74,26 @@ def run(arguments: argparse.Namespace) -> int:
     for clock in found.clocks:
         print(f"clock of {clock}")
     return 0
+
+
+def _compare(sources: Sequence[str], output: Path, beyond: float) -> int:
+    from sgl_aspects.cli import comparison
+    from sgl_aspects.view.page import page_of_both
+
+    before, after = map(comparison.load, sources)
+    changes = comparison.changes_of(before, after)
+    _write(page_of_both(before, after, comparison.rows_of(changes)), output)
+    status = comparison.show(before, after, changes, beyond)
+    print(f"{output}: both runs, and this table. Open it in a browser.")
+    return status
+
+
+def _write(text: str, output: Path) -> None:
+    try:
+        with open(output, "w", encoding="utf-8", opener=private) as page:
+            page.write(text)
+    except OSError as error:
+        raise ConfigError(f"{output}: {error.strerror}") from error
 
 
 def _page(run: Run) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 #: Texts that a page must show and not run.
@@ -27,6 +29,8 @@ HOSTILE = [
 MS = 1_000_000
 _BEGIN_NS = 1_790_000_000 * 1_000_000_000
 _CHUNK = 512
+#: Recorded step by step from the embedded engine on a CPU, in thousandths of the usual time.
+_NOISE = Path(__file__).with_name("step_noise.json")
 
 
 @dataclass
@@ -47,7 +51,11 @@ class _Request:
 
 
 class SimulatedRun:
-    """``requests`` requests, ``rate`` a second; ``name`` is the model's, ``prefix`` begins their ids."""
+    """``requests`` requests, ``rate`` a second; ``name`` is the model's, ``prefix`` begins their ids.
+
+    ``slower``: factors of parts, such as ``{"forward, decode": 1.03}``. ``noise``: a seed, with which
+    parts take as long as in a real run of the embedded engine, block by block. ``has_operators``: level 4.
+    """
 
     def __init__(
         self,
@@ -58,7 +66,13 @@ class SimulatedRun:
         name: str = "example-8b",
         prefix: str = "request-",
         most_running: int = 48,
+        slower: Mapping[str, float] = MappingProxyType({}),
+        noise: int | None = None,
+        has_operators: bool = False,
     ) -> None:
+        self._slower = slower
+        self._noise = None if noise is None else _Noise(noise)
+        self._has_operators = has_operators
         self._random = random.Random(seed)
         self._ids = itertools.count(1)
         self._name = name
@@ -146,13 +160,23 @@ class SimulatedRun:
         device = int((8 + 0.09 * len(running) + 0.11 * fed) * MS * self._random.uniform(0.95, 1.1))
         if self._random.random() < 0.002:
             device *= 6
-        overhead = int(self._random.uniform(0.3, 0.9) * MS)
-        start, end = now, now + device + 3 * overhead
+        overhead = self._random.uniform(0.3, 0.9) * MS
+        phase = "prefill" if mode == "extend" else mode
+        operators = {}
+        if self._has_operators:
+            operators = {"attention": self._time("attention", phase, 0.3 * device)}
+            operators["operator"] = self._time("operator linear", phase, 0.5 * device)
+            device = int(0.2 * device)
+        device = self._time("forward", phase, device + sum(operators.values()), bool(operators))
+        schedule, sample, result = (
+            self._time(part, phase, overhead) for part in ("schedule", "sample", "process_result")
+        )
+        start, end = now, now + schedule + device + sample + result
         batch = [request for request, _ in prefilled] + running
         identity = self._id()
         trace = f"{number:032x}"
         run_batch = self._id()
-        scheduled = start + overhead
+        scheduled = start + schedule
         self._add(
             2,
             "scheduler.step",
@@ -173,38 +197,41 @@ class SimulatedRun:
             },
         )
         self._add(2, "schedule", trace, self._id(), identity, start, scheduled)
-        self._add(2, "run_batch", trace, run_batch, identity, scheduled, end - overhead)
+        self._add(2, "run_batch", trace, run_batch, identity, scheduled, end - result)
+        forward, sampled = self._id(), scheduled + device
         self._add(
             2,
             "forward",
             trace,
-            self._id(),
+            forward,
             run_batch,
-            scheduled + overhead // 4,
-            end - 2 * overhead,
+            scheduled,
+            sampled,
             attributes={
                 "sgl_aspects.forward.mode": mode,
                 "sgl_aspects.device.name": "example",
                 "sgl_aspects.forward.device_time": device * 0.97 / 1e9,
             },
         )
-        self._add(
-            2, "sample", trace, self._id(), run_batch, end - 2 * overhead, end - overhead - overhead // 3
-        )
-        self._add(2, "process_result", trace, self._id(), identity, end - overhead, end)
+        for name, time in operators.items():
+            kind: dict[str, Any] = {"sgl_aspects.operator.name": "linear"} if name == "operator" else {}
+            self._add(2, name, trace, self._id(), forward, scheduled, scheduled + time, attributes=kind)
+        self._add(2, "sample", trace, self._id(), run_batch, sampled, sampled + sample)
+        self._add(2, "process_result", trace, self._id(), identity, end - result, end)
         for request in running:
             request.made += 1
         for request, tokens in prefilled:
             if not request.chunks:
                 self._below(request, 2, "queue", request.arrival + MS, scheduled)
             attributes = {"sgl_aspects.prefill.tokens": tokens, "sgl_aspects.prefill.chunk": request.chunks}
-            self._below(request, 2, "prefill", scheduled, end - overhead, attributes)
+            self._below(request, 2, "prefill", scheduled, end - result, attributes)
             request.chunks += 1
             request.fed += tokens
         return end
 
     def _finish(self, request: _Request, now: int) -> None:
-        self._below(request, 1, "tokenize", request.arrival, request.arrival + MS // 2)
+        tokenize = self._time("tokenize", "", MS // 2)
+        self._below(request, 1, "tokenize", request.arrival, request.arrival + tokenize)
         self._below(request, 2, "decode", request.decode_ns, now)
         self._below(
             request,
@@ -212,7 +239,7 @@ class SimulatedRun:
             "detokenize",
             request.first_ns,
             now,
-            attributes={"sgl_aspects.detokenize.busy_time": 0.0004},
+            attributes={"sgl_aspects.detokenize.busy_time": self._time("detokenize", "", 0.0004 * 1e9) / 1e9},
         )
         is_aborted = self._random.random() < 0.01
         attributes: dict[str, Any] = {
@@ -285,8 +312,36 @@ class SimulatedRun:
             span["status"] = {"code": 2}
         self.spans.append((4000 + process, span))
 
+    def _time(self, part: str, phase: str, usual: float, has_noise: bool = False) -> int:
+        """Return the time of a part in this run; ``usual`` ``has_noise`` already."""
+        factor = self._slower.get(f"{part}, {phase}" if phase else part, 1.0)
+        return int(usual * factor * (self._noise.next(part) if self._noise and not has_noise else 1.0))
+
     def _id(self) -> str:
         return f"{next(self._ids):016x}"
+
+
+class _Noise:
+    """Ratios of a real engine's times to the usual ones, in blocks that are drawn anew for each run."""
+
+    _BLOCK = 50
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._recorded: dict[str, list[int]] = json.loads(_NOISE.read_text())
+        self._coming: dict[str, list[int]] = {}
+
+    def next(self, part: str) -> float:
+        coming = self._coming.setdefault(part, [])
+        if not coming:
+            of_device = part in ("forward", "attention", "operator linear")
+            recorded = self._recorded[
+                "forward" if of_device else part if part == "schedule" else "process_result"
+            ]
+            length = 1 if part.endswith("tokenize") else self._BLOCK
+            begin = self._random.randrange(len(recorded) - length)
+            coming += recorded[begin : begin + length]
+        return coming.pop() / 1000
 
 
 def _attributes(values: dict[str, Any]) -> list[dict[str, Any]]:

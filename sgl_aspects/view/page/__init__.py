@@ -12,6 +12,7 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Sequence
 from importlib import resources
 
 from sgl_aspects.analysis.sources import Run
@@ -52,6 +53,23 @@ def page_of(run: Run) -> str:
     }
     # In one pass: inserted text is not searched for other parts.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+
+
+def page_of_both(before: Run, after: Run, rows: Sequence[Sequence[str]]) -> str:
+    """Return a page with the table of a comparison, and the pages of both runs side by side below it."""
+    headings = ("changed", "before", "after", "change", "interval")
+    table = "".join(
+        f"<tr>{''.join(f'<{cell}>{html.escape(text)}</{cell}>' for text in row)}</tr>"
+        for cell, row in (("th", headings), *(("td", row) for row in rows))
+    )
+    frames = "".join(
+        f'<section><h2>{html.escape(run.source)}</h2><iframe sandbox="allow-scripts" '
+        f'srcdoc="{html.escape(page_of(run))}"></iframe></section>'
+        for run in (before, after)
+    )
+    return re.sub(
+        r"\{\{(\w+)\}\}", lambda found: {"table": table, "frames": frames}[found[1]], _file("both.html")
+    )
 
 
 def _file(name: str) -> str:

@@ -1,0 +1,83 @@
+"""``sgl-aspects report --compare A B``: what changed between two runs, as a table and as a page."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.view.text import duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sgl_aspects.analysis.comparison import Change
+    from sgl_aspects.analysis.sources import Run
+
+
+def load(source: str) -> Run:
+    """Read a file, a run's folder, or a folder with the files of one run's hosts."""
+    from sgl_aspects.analysis.sources import load_runs
+
+    folder = Path(os.path.expanduser(source))
+    files = sorted(map(str, folder.glob("*.jsonl"))) if folder.is_dir() else []
+    found = load_runs(files or [source])
+    if not found.spans:
+        raise ConfigError(f"{source} holds no spans: has the engine served a request since tracing began?")
+    return found
+
+
+def changes_of(before: Run, after: Run) -> list[Change]:
+    """Compare two runs."""
+    from sgl_aspects.analysis.comparison import Measures, compare
+
+    changes = compare(Measures.of(before.spans), Measures.of(after.spans))
+    if not changes:
+        raise ConfigError(
+            "the runs have nothing to compare: each needs 20 requests or steps of the same kinds "
+            "(level 2 and more record steps)"
+        )
+    return changes
+
+
+def rows_of(changes: Sequence[Change]) -> list[tuple[str, str, str, str, str]]:
+    """Return (measure, before, after, change, interval) of each change, certain ones only."""
+    return [
+        (
+            change.measure,
+            duration(change.before),
+            duration(change.after),
+            f"{change.share:+.1%}",
+            f"{change.low:+.1%} to {change.high:+.1%}",
+        )
+        for change in changes
+        if change.is_certain
+    ]
+
+
+def show(before: Run, after: Run, changes: Sequence[Change], share: float) -> int:
+    """Print the certain changes, the surest first. Exit status 1 for a regression beyond ``share``."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from sgl_aspects.analysis.comparison import regressions
+
+    console = Console(highlight=False)
+    rows, worse = rows_of(changes), regressions(changes, share)
+    console.print(escape(f"{len(changes)} measures compared, {len(rows)} changed: {after.source}"), end=" ")
+    console.print(escape(f"against {before.source}"))
+    if rows:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
+        table.add_column("changed", no_wrap=True)
+        for heading in ("before", "after", "change", "interval"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
+    if worse:
+        names = ", ".join(change.measure for change in worse)
+        console.print(escape(f"Regressions beyond {share:.1%}: {names}"), style="bold red", soft_wrap=True)
+    return 1 if worse else 0
