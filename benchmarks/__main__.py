@@ -1,4 +1,4 @@
-"""Prints the tables, all or some, and with --write puts them into docs/performance.md or another page."""
+"""Prints the tables, all or some, and with --write puts them into benchmarks/results/tables.md or another page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statistics import median
 from benchmarks import backends, calls, levels, spans, steps, weaving
 from benchmarks.turns import interval
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
+PAGE = Path(__file__).resolve().parent / "results" / "tables.md"
 BASE = "SGLang's registry"
 
 
