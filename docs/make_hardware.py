@@ -1,4 +1,4 @@
-"""Makes docs/hardware.md of the reports in docs/conformance/: what ran where and when.
+"""Makes docs/conformance/README.md of the reports beside it: what ran where and when.
 
 sgl-aspects conformance --platform NAME --report docs/conformance/NAME.md
 python docs/make_hardware.py
@@ -12,11 +12,12 @@ from pathlib import Path
 from sgl_aspects.conformance.report import ReportHead
 from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
 
-DOCS = Path(__file__).parent
+FOLDER = Path(__file__).parent / "conformance"
+PAGE = "README.md"
 HEAD = """# Hardware
 
-Which platforms ran, where and when: by the reports in `docs/conformance/` that
-[the conformance kit](platforms.md#the-conformance-kit) wrote. `docs/make_hardware.py` makes this page.
+Which platforms ran, where and when: by the reports in this folder that
+[the conformance kit](../platforms.md#the-conformance-kit) wrote. `docs/make_hardware.py` makes this page.
 """
 NEVER = """
 ## Never run
@@ -28,15 +29,15 @@ those modules document, and no more. With such a device, run
 """
 
 
-def page(reports: Path = DOCS / "conformance") -> str:
+def page(reports: Path = FOLDER) -> str:
     """The page for the reports in a folder."""
-    found = {path.name: ReportHead.read(path) for path in sorted(reports.glob("*.md"))}
+    found = {path.name: ReportHead.read(path) for path in sorted(reports.glob("*.md")) if path.name != PAGE}
     lines = [HEAD, "| platform | engine | devices | date | versions | checks | skipped |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
     for name, head in found.items():
         skipped = ", ".join(re.findall(r"^skip  (\S+)", (reports / name).read_text(), re.MULTILINE)) or "none"
         cells = (head.platform, head.engine, head.device, head.date, head.versions, head.result, skipped)
-        lines.append(f"| [{cells[0]}](conformance/{name}) | {' | '.join(cells[1:])} |")
+        lines.append(f"| [{cells[0]}]({name}) | {' | '.join(cells[1:])} |")
     ran = {head.platform for head in found.values()}
     never = [row for row in BUILTIN_PLATFORMS if row.name not in ran]
     if never:
@@ -46,4 +47,4 @@ def page(reports: Path = DOCS / "conformance") -> str:
 
 
 if __name__ == "__main__":
-    (DOCS / "hardware.md").write_text(page(), encoding="utf-8")
+    (FOLDER / PAGE).write_text(page(), encoding="utf-8")

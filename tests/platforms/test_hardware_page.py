@@ -1,4 +1,4 @@
-"""docs/hardware.md has the contents of the conformance kit's reports, and no more."""
+"""docs/conformance/README.md has the contents of the conformance kit's reports, and no more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_hardware() -> Any:
 
 
 def test_the_page_is_made_of_the_reports(make_hardware: Any) -> None:
-    assert (DOCS / "hardware.md").read_text() == make_hardware.page(), "run python docs/make_hardware.py"
+    assert (DOCS / "conformance" / "README.md").read_text() == make_hardware.page(), "run python docs/make_hardware.py"
 
 
 def test_what_has_no_report_was_never_run(
@@ -43,7 +43,7 @@ def test_what_has_no_report_was_never_run(
     assert head.implementation == "sgl_aspects.platforms.cpu:CpuPlatform"
     assert head.result.endswith("0 failed, 0 skipped")
     ran, never = make_hardware.page(tmp_path).split("## Never run")
-    assert f"| [cpu](conformance/cpu.md) | embedded | {head.device} | {head.date} |" in ran
+    assert f"| [cpu](cpu.md) | embedded | {head.device} | {head.date} |" in ran
     assert "0 failed, 0 skipped | none |" in ran
     assert "pass  identity.family" in report.read_text()
     assert "`sgl_aspects.platforms.cuda:CudaPlatform`" in never
