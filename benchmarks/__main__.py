@@ -1,4 +1,4 @@
-"""Prints the tables, all or some, and with --write puts them into benchmarks/results/tables.md or another page."""
+"""Prints the tables, all or some; --write puts them into benchmarks/results/tables.md or another page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of the kit as a page: platform, place and time, and each result. Read back for docs/conformance/README.md."""
+"""A run of the kit as a page: platform, place and time, and each result. docs/conformance/ holds them."""
 
 from __future__ import annotations
 

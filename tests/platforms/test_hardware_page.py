@@ -26,7 +26,8 @@ def make_hardware() -> Any:
 
 
 def test_the_page_is_made_of_the_reports(make_hardware: Any) -> None:
-    assert (DOCS / "conformance" / "README.md").read_text() == make_hardware.page(), "run python docs/make_hardware.py"
+    page = (DOCS / "conformance" / "README.md").read_text()
+    assert page == make_hardware.page(), "run python docs/make_hardware.py"
 
 
 def test_what_has_no_report_was_never_run(
