@@ -8,11 +8,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from sgl_aspects.cli.dataclass_flags import comments_of
-from sgl_aspects.platforms import ClockEvent, DeviceEvent, DeviceGraph, PlatformCapabilities, SRTPlatform
+from sgl_aspects.platforms import (
+    ClockEvent,
+    DeviceEvent,
+    DeviceGraph,
+    MMPlatform,
+    PlatformCapabilities,
+    SRTPlatform,
+)
 from sgl_aspects.runtime.attention.base import AttentionBackend
 from sgl_aspects.runtime.attention.layer import Attention
 from sgl_aspects.runtime.communicator import Communicator
@@ -32,7 +40,10 @@ ONLY_SGLANG = re.compile("speculative|full_graph|piecewise|mamba|support_device_
 RUNNER = """`model_runner` has `req_to_token_pool.req_to_token`, int32 [rows, tokens], the slot of each
 token of a request, `token_to_kv_pool`, `device`, `dtype` and `page_size`. A class in these names alone runs
 in both engines. Batches of mixed steps are extended: a decoding request has one token. SGLang does not call
-`forward`.
+`forward`. Attributes of the class, for the embedded engine: `kinds`, the kinds of pool that it reads, by
+default `frozenset({"mha"})`; `capturable = True` where a decode step can be captured: what changes from step
+to step is read on the device only then (`req_pool_indices`, `seq_lens`); `reads_unwritten_slots = False`
+where it never reads a slot before a token is written there, so that pages are not cleared for it.
 """
 POOL = """It has `dtype`. `row` is `head_num, head_dim` (kind mha), `kv_lora_rank, qk_rope_head_dim` (mla),
 or those with `index_head_dim, kv_cache_dim` (dsa); `end_layer` is the last layer. It has `size + page_size`
@@ -102,8 +113,18 @@ def tables() -> str:
         f"`ClockEvent` (`sgl_aspects.platforms`): {_first(ClockEvent)}\n",
         _table("Graph", "create_graph", EMBEDDED, DeviceGraph, made=None),
         _platform(),
-        _fields("Capabilities", PlatformCapabilities),
-        _fields("The embedded engine's settings, in `apply_server_args_defaults(server_args)`", ServerArgs),
+        "### MMPlatform\n\nCalled by SGLang's engine for images and video.\n",
+        _rows(
+            MMPlatform,
+            "get_attn_backend_cls_str get_available_attn_backends optimize_vae is_amp_supported "
+            "is_float64_supported",
+        ),
+        _fields("Capabilities", PlatformCapabilities, "."),
+        _fields(
+            "The embedded engine's settings, in `apply_server_args_defaults(server_args)`",
+            ServerArgs,
+            ", the names of those that the user left open. What the others mean: `sgl-aspects serve --help`.",
+        ),
     ]
     return "\n".join(parts)
 
@@ -178,13 +199,14 @@ def _platform() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fields(title: str, cls: type[Any]) -> str:
-    comments = comments_of(cls)
-    lines = [f"### {title}\n", "| field | default | |", "| --- | --- | --- |"]
-    for field in dataclasses.fields(cls):
-        default = "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-        lines.append(f"| `{field.name}` | {default} | {comments.get(field.name, '').replace('``', '`')} |")
-    return "\n".join(lines) + "\n"
+def _fields(title: str, cls: type[Any], after: str) -> str:
+    """List fields with their defaults."""
+    named = [
+        f"`{field.name}`" if field.default is dataclasses.MISSING else f"`{field.name}={field.default!r}`"
+        for field in dataclasses.fields(cls)
+    ]
+    text = textwrap.fill(", ".join(named) + after, 120, break_long_words=False, break_on_hyphens=False)
+    return f"### {title}\n\n{text}\n"
 
 
 def page(text: str) -> str:

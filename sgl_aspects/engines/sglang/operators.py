@@ -1,8 +1,8 @@
 """Dispatch for SGLang's fused operators: runs the implementations that the policy selects, else SGLang's.
 
-On a platform outside SGLang's tree the forwards are registered with SGLang, as it provides for; on its own
-platforms a hook replaces the result of a layer's resolver. Either way once per layer: then it is a plain
-call.
+On a platform outside SGLang's tree the forwards are registered with SGLang, as it provides for: by
+:func:`register_own` those of the platform itself, by :func:`attach` all. On SGLang's own platforms a hook
+replaces the result of a layer's resolver. Either way once per layer: then it is a plain call.
 """
 
 from __future__ import annotations
@@ -56,15 +56,34 @@ def _layers_loaded(module: Any) -> None:
     except AspectsError as error:
         raise Stop(f"operators cannot be attached: {error}") from error
     key = _out_of_tree_key()
+    if key is None:
+        return
+    for op_name in LAYERS:
+        if manager.policy.is_dispatched(op_name):
+            _register_forwards(op_name, key)
+
+
+def register_own(key: str) -> None:
+    """Register with SGLang the forwards of layers for whose operators the platform of this dispatch key has
+    registered implementations (``register_oot_forward``); other layers stay SGLang's.
+    """
+    from sgl_aspects.runtime.dispatch.process import process_manager
+
+    manager = process_manager()
+    for op_name, targets in LAYERS.items() if manager is not None else ():
+        if any(impl.impl_id == f"oot.{key}.{op_name}" for impl in manager.registry.impls(op_name)):
+            for module in {target.partition(":")[0] for target in targets}:
+                weaver.when_loaded(module, lambda _, op_name=op_name: _register_forwards(op_name, key))
+
+
+def _register_forwards(op_name: str, key: str) -> None:
+    """As out-of-tree forwards of the layer's classes that are loaded; where SGLang has such."""
     bases = [_loaded((target,)) for target in REGISTRATIONS]
     base = next((base for base in bases if hasattr(base, "register_oot_forward")), None)
-    if key is None or base is None:
-        return
-    for op_name, targets in LAYERS.items():
-        for target in targets:
-            layer_class = _loaded((target,))
-            if layer_class is not None and manager.policy.is_dispatched(op_name):
-                base.register_oot_forward(layer_class, _before(_native, op_name), key)
+    for target in LAYERS[op_name] if base is not None else ():
+        layer_class = _loaded((target,))
+        if layer_class is not None:
+            base.register_oot_forward(layer_class, _before(_native, op_name), key)
 
 
 def _before(own: Callable[..., Any], function: str) -> Callable[..., Any]:

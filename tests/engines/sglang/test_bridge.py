@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +105,21 @@ def test_a_bridge_is_sglangs_subclass_with_our_devices(engine: Engine, interface
     assert platform.get_default_attention_backend() == "torch_native"
     assert not platform.is_pin_memory_available("cpu")
     assert platform.get_torch_profiler_activity_str() == "CPU"
+
+
+def test_a_vendors_attention_comes_before_the_one_that_sglang_chooses_for_cpus(engine: Engine) -> None:
+    class Own(Acme):
+        def get_default_attention_backend(self) -> str:
+            return "acme"
+
+    def chosen(platform: type[SRTPlatform], given: str | None, present: str | None) -> object:
+        args = SimpleNamespace(attention_backend=present, _raw_input={"attention_backend": given})
+        bridge(engine, NEW, platform).apply_server_args_defaults(args)
+        return args.attention_backend
+
+    assert chosen(Own, None, "intel_amx") == chosen(Own, None, None) == "acme"
+    assert chosen(Own, "torch_native", "torch_native") == "torch_native", "the user's choice"
+    assert chosen(CpuPlatform, None, "intel_amx") == "intel_amx"
 
 
 @pytest.mark.parametrize("interface", [OLD, NEW], ids=["old", "new"])

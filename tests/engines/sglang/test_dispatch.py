@@ -65,7 +65,7 @@ PLATFORMS = """
 class Platform:
     device_type = "cpu"
     def is_out_of_tree(self): return {out_of_tree}
-    def get_dispatch_key_name(self): return "native"
+    def get_dispatch_key_name(self): return "cpu"
 current_platform = Platform()
 """
 PROGRAM = """
@@ -77,6 +77,14 @@ x = torch.ones(1, 4)
 print("result", SiluAndMul()(x).tolist(), Other()(x).shape[-1])
 from sgl_aspects.runtime import dispatch
 print("resolved", dispatch.get_manager().explain("silu_and_mul").splitlines()[0])
+"""
+#: As a bridged platform does it in its ``init_backend``, before and after SGLang's layers are loaded.
+OWN = """
+import {first}
+from sgl_aspects.engines.sglang.operators import register_own
+from sgl_aspects.runtime.ops import Operator, SiluAndMul
+Operator.register_oot_forward(SiluAndMul, lambda x: x[..., :2] * 0 + 9, "cpu")
+register_own("cpu")
 """
 VENDOR = """
 from sgl_aspects.runtime.dispatch import ImplKind, OpImpl
@@ -97,7 +105,9 @@ def sglang(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(sglang: Path, version: str, *, out_of_tree: bool = False, **variables: str) -> str:
+def run(
+    sglang: Path, version: str, *, out_of_tree: bool = False, program: str = PROGRAM, **variables: str
+) -> str:
     (sglang / "sglang/srt/platforms/__init__.py").write_text(PLATFORMS.format(out_of_tree=out_of_tree))
     if version == "newer":
         (sglang / "sglang/kernels/fused_op.py").write_text(NEWER)
@@ -113,7 +123,7 @@ def run(sglang: Path, version: str, *, out_of_tree: bool = False, **variables: s
         "SGL_ASPECTS_OP_CONTROL": "off",
         **variables,
     }
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     return done.stdout + done.stderr
 
@@ -131,6 +141,13 @@ def test_a_vendors_kernel_serves_sglangs_layers(sglang: Path, version: str, out_
     assert "result [[7.0, 7.0]] 2" in out
     assert out.count("its own silu_and_mul") == 1, "the subclass may be something else"
     assert "resolved silu_and_mul → vendor.acme.s" in out
+
+
+@pytest.mark.parametrize("first", ["sglang.srt.layers.activation", "sys"])
+def test_what_a_platform_registers_itself_runs_in_sglang_and_nothing_else(sglang: Path, first: str) -> None:
+    out = run(sglang, "newer", out_of_tree=True, program=OWN.format(first=first) + PROGRAM)
+    assert "result [[9.0, 9.0]] 2" in out
+    assert out.count("its own silu_and_mul") == 1, "the subclass may be something else"
 
 
 @pytest.mark.slow

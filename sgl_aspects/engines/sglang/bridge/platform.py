@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from sgl_aspects import env
+from sgl_aspects.engines.sglang import operators
 from sgl_aspects.engines.sglang.bridge import attention, kv_cache, quantization
 from sgl_aspects.engines.sglang.bridge.multimodal import bridged_multimodal
 from sgl_aspects.errors import PlatformTypeError
@@ -46,10 +47,8 @@ _DEVICE_METHODS = (
     "get_torch_distributed_backend_str",
     "get_group_coordinator_device",
     "inference_mode",
-    "apply_server_args_defaults",
     "get_default_attention_backend",
     "get_dispatch_key_name",
-    "init_backend",
     "post_load_model",
 )
 #: Passed on if the vendor overrides them; otherwise SGLang's result stands.
@@ -154,6 +153,8 @@ def bridged(platform_class: type[SRTPlatform] | type[MMPlatform]) -> type:
         "get_torch_profiler_activity": _get_torch_profiler_activity,
         "get_torch_profiler_activity_str": _get_torch_profiler_activity_str,
         "get_device": _get_device,
+        "init_backend": _init_backend,
+        "apply_server_args_defaults": _apply_server_args_defaults,
         **{name: _forward(name) for name in _DEVICE_METHODS},
     }
     for name in _FACTORIES:
@@ -196,6 +197,25 @@ def _init(self: Any) -> None:
         attention.register_when_loaded(self.platform)
     if _is_vendors(self.platform_class, "get_quantization_config"):
         quantization.register_when_loaded(self.platform)
+
+
+def _apply_server_args_defaults(self: Any, server_args: Any) -> None:
+    """And the vendor's attention backend on devices that torch calls "cpu", for which SGLang has chosen its
+    own before it asks a platform, unless the user chose one.
+    """
+    self.platform.apply_server_args_defaults(server_args)
+    if (
+        self.platform.device_type == "cpu"
+        and _is_vendors(self.platform_class, "get_default_attention_backend")
+        and getattr(server_args, "_raw_input", {}).get("attention_backend") is None
+        and server_args.attention_backend in (None, "intel_amx", "torch_native")
+    ):
+        server_args.attention_backend = self.platform.get_default_attention_backend()
+
+
+def _init_backend(self: Any) -> None:
+    self.platform.init_backend()
+    operators.register_own(self.platform.get_dispatch_key_name())
 
 
 def _forward(name: str) -> Any:
