@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -70,19 +71,20 @@ def register_own(key: str) -> None:
     from sgl_aspects.runtime.dispatch.process import process_manager
 
     manager = process_manager()
-    for op_name, targets in LAYERS.items() if manager is not None else ():
+    if manager is None:
+        return
+    for op_name, targets in LAYERS.items():
         if any(impl.impl_id == f"oot.{key}.{op_name}" for impl in manager.registry.impls(op_name)):
             for module in {target.partition(":")[0] for target in targets}:
-                weaver.when_loaded(module, lambda _, op_name=op_name: _register_forwards(op_name, key))
+                weaver.when_loaded(module, partial(_register_forwards, op_name, key))
 
 
-def _register_forwards(op_name: str, key: str) -> None:
-    """As out-of-tree forwards of the layer's classes that are loaded; where SGLang has such."""
+def _register_forwards(op_name: str, key: str, module: Any = None) -> None:
+    """Register out-of-tree forwards of the operator's layers that are loaded, where SGLang has such."""
     bases = [_loaded((target,)) for target in REGISTRATIONS]
     base = next((base for base in bases if hasattr(base, "register_oot_forward")), None)
-    for target in LAYERS[op_name] if base is not None else ():
-        layer_class = _loaded((target,))
-        if layer_class is not None:
+    for layer_class in filter(None, (_loaded((target,)) for target in LAYERS[op_name])):
+        if base is not None:
             base.register_oot_forward(layer_class, _before(_native, op_name), key)
 
 
