@@ -22,7 +22,7 @@ import pytest
 
 from sgl_aspects.cli.main import main
 from tests.support.http_server import LOCAL, Server, serving
-from tests.support.otlp_receiver import http_receiver
+from tests.support.phases import engine_receiver
 from tests.support.processes import is_running, wait_until
 from tests.support.tiny_models import make_llama
 
@@ -263,7 +263,7 @@ def test_a_model_without_a_chat_template_still_completes(model: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_one_trace_for_each_call_under_the_callers_id(model: Path, tmp_path: Path) -> None:
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         run = (
             sys.executable,
             "-m",

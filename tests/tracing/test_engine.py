@@ -26,7 +26,8 @@ from sgl_aspects.tracing import TraceSummary, attach
 from sgl_aspects.tracing.schema import DETAILS
 from tests.support import workers
 from tests.support.forked_schedulers import ForkedContext
-from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
+from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, spans_of
+from tests.support.phases import engine_receiver
 from tests.support.processes import is_running, wait_until, without_room
 from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama, make_tokenizer
@@ -83,7 +84,7 @@ class Run:
 def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """One engine at level 3 that lives through everything that its requests can meet."""
     file = tmp_path_factory.mktemp("traces") / "traces.jsonl"
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         with (
             attach(level=3, endpoint=receiver.endpoint, file=str(file)) as session,
             Engine(model_path=model, chunked_prefill_size=20, max_total_tokens=1024) as engine,
@@ -359,7 +360,7 @@ def test_levels_over_grpc(model: Path, monkeypatch: pytest.MonkeyPatch, level: i
 
 @pytest.mark.usefixtures("forked_scheduler")
 def test_a_scheduler_that_is_killed(model: Path) -> None:
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         with (
             attach(endpoint=receiver.endpoint) as session,
             Engine(model_path=model, max_total_tokens=1024, max_running_requests=1) as engine,

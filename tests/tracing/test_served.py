@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.http_server import LOCAL, Server, serving
-from tests.support.otlp_receiver import Receiver, Span, http_receiver
+from tests.support.otlp_receiver import Receiver, Span
+from tests.support.phases import engine_receiver
 from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
@@ -54,7 +55,7 @@ def ask(server: Server, number: int, **body: object) -> http.client.HTTPConnecti
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("served")
     make_llama(folder / "tiny", max_position_embeddings=16384)
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         environment = {"SGL_ASPECTS_TRACE": "3", "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
         flags = ("--max-total-tokens", "20000", "--max-running-requests", "1")
         with serving(folder / "tiny", folder / "log", *flags, environment=environment) as server:

@@ -132,8 +132,10 @@ def _prefills(batch: Any) -> list[tuple[Any, int, None]]:
 
     Whether a prompt has further chunks is known when the result is processed.
     """
-    lengths = getattr(batch, "extend_lens", None)
-    return [(req, tokens, None) for req, tokens in zip(batch.reqs, lengths)] if lengths else []
+    # Last come requests that decode, with a token each.
+    lengths = list(getattr(batch, "extend_lens", None) or ())
+    prompts = len(lengths) - len(getattr(batch, "decoding_reqs", None) or ())
+    return [(req, tokens, None) for req, tokens in zip(batch.reqs, lengths[:prompts])]
 
 
 def _is_middle_chunk(req: Any) -> bool:

@@ -77,6 +77,12 @@ def _ended(args: Any, kwargs: dict[str, Any], result: Any = None) -> Any:
     return args[0].active_requests.get(args[1] if len(args) > 1 else kwargs["request_id"])
 
 
+def _output_tokens(state: Any) -> int:
+    """Return the length of the answer; of a preempted request the prompt has its first part."""
+    before = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
+    return before + len(state.generated_tokens)
+
+
 def _end_reason(state: Any) -> str:
     return "error" if state.error is not None else _reason(len(state.generated_tokens), state.max_new_tokens)
 
@@ -137,7 +143,7 @@ TRANSFORMERS = Engine(
         "message.rid": "request_id",
         "req.rid": lambda req: (req.state if hasattr(req, "state") else req).request_id,
         "req.finish_reason": _end_reason,
-        "req.output_tokens": lambda state: len(state.generated_tokens),
+        "req.output_tokens": _output_tokens,
         "batch.mode": _mode,
         "batch.reqs": "",
         "batch.num_tokens": lambda batch: sum(part.query_length for part in batch),

@@ -1,7 +1,8 @@
 """The life of a request in the scheduler: queued, each chunk of its prompt, decoding, preempted, ended.
 
 The spans ``queue``, ``prefill`` (one for each chunk), ``decode``, and for engines that have them
-``bootstrap`` and ``kv_transfer``, are children of the request's own span, which another process writes.
+``bootstrap`` and ``kv_transfer``, are children of the request's own span, which another process writes. They
+never overlap, and each token is in one of them, whatever the order in which the engine's loop reports.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class ScheduledRequest:
     #: Attributes of the open phase that are known when it begins.
     values: tuple[AttributeValue, ...] = ()
     chunks: int = 0
+    #: The end of the latest chunk, and the output tokens before the open phase.
+    fed_ns: int = 0
+    decoded: int = 0
     #: The phase that follows the last chunk of the prompt.
     after_prefill: str = DECODE.name
     #: The engine's error, if it rejected the request.
@@ -138,12 +142,16 @@ class RequestTracker:
 
     def prefilled(self, chunks: Iterable[Chunk], problem: str = "", now: int = 0) -> None:
         """End chunks; after a prompt's last one its request decodes."""
-        end_ns = now or time_ns()
+        now = now or time_ns()
         for chunk in chunks:
             request = chunk.request
             key, values = request.key, (chunk.tokens, request.chunks)
             request.chunks += 1
-            self._write_prefill(self._recorder.new_id(), key, key, chunk.start_ns, end_ns, values, problem)
+            # With an overlapped loop it was launched before the previous one's end; and a request may have
+            # been preempted since.
+            start_ns = max(chunk.start_ns, request.fed_ns)
+            end_ns = request.fed_ns = max(start_ns, request.phase_ns if request.phase else now)
+            self._write_prefill(self._recorder.new_id(), key, key, start_ns, end_ns, values, problem)
             if chunk.is_last and not problem and not request.phase and request.rid in self.requests:
                 self._open(request, request.after_prefill, end_ns)
 
@@ -153,7 +161,8 @@ class RequestTracker:
         if request is None or not request.is_running:
             return
         now = time_ns()
-        self._close(request, now, (output_tokens, "retracted"))
+        if request.decodes:
+            self._close(request, now, (self._decoded(request, output_tokens), "retracted"))
         self.preempted_requests.add(request)
         self._open(request, QUEUE.name, now)
 
@@ -167,8 +176,15 @@ class RequestTracker:
         if request is None:
             return
         self.preempted_requests.discard(request)
-        values = (output_tokens, reason) if request.decodes else (reason,)
+        values = (self._decoded(request, output_tokens), reason) if request.decodes else (reason,)
         self._close(request, now or time_ns(), values, problem)
+
+    def _decoded(self, request: ScheduledRequest, output_tokens: int | None) -> int | None:
+        """Return the tokens of the open ``decode``: all of the answer but those of earlier ones."""
+        if output_tokens is None:
+            return None
+        before, request.decoded = request.decoded, output_tokens
+        return output_tokens - before
 
     def _open(
         self, request: ScheduledRequest, phase: str, now: int, values: tuple[AttributeValue, ...] = ()

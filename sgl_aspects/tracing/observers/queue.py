@@ -70,7 +70,7 @@ class QueueObserver:
             self._requests.follow()
             elsewhere = self._elsewhere(message)
         if self._adds_again and rid in self._requests.requests:
-            self._requests.preempted(rid, None)
+            self._requests.preempted(rid, self._output_tokens(message))
             return rid
         # Before the call, so that an end inside it (a rejected request) finds the request.
         self._requests.queued(rid, elsewhere=elsewhere)

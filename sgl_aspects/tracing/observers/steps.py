@@ -268,6 +268,7 @@ class StepObserver(native.StepPath):
         at = self.processing_at
         step.result = args[at] if at < count else self._processing(args, kwargs)
         if step.prefill:
+            self._released_ns.clear()  # of requests that were preempted, with their memory released
             for chunk in step.prefill:
                 if chunk.is_last is None:
                     chunk.is_last = not self._is_middle_chunk(chunk.req)

@@ -24,7 +24,8 @@ import pytest
 pytest.importorskip("sglang")
 
 from tests.support.callers import CALLER, by_trace, one, parent, trace_id
-from tests.support.otlp_receiver import Receiver, Span, http_receiver
+from tests.support.otlp_receiver import Receiver, Span
+from tests.support.phases import engine_receiver
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import Server, serve
 
@@ -144,7 +145,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         launcher = [sys.executable, "-m", "sgl_aspects", "run", "--level", "4"]
         launcher += ["--endpoint", receiver.endpoint, "--"]
         with serve(model, folder / "log", prefix=launcher) as server:

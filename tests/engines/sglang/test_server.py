@@ -20,7 +20,8 @@ pytest.importorskip("sglang")
 from sgl_aspects.run import process_reports
 from tests.support.callers import CALLER, by_trace, one, orphans, parent, trace_id
 from tests.support.distributions import install_plugin
-from tests.support.otlp_receiver import Receiver, Span, http_receiver
+from tests.support.otlp_receiver import Receiver, Span
+from tests.support.phases import engine_receiver
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import SGLANG_SERVE, Answer, Server, serve
 
@@ -146,7 +147,7 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     hooked.touch()
     reports = folder / "reports"
     command = [sys.executable, "-m", "sgl_aspects", "run", "--level", "3", "--report", str(reports)]
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         command += ["--endpoint", receiver.endpoint, "--"]
         environment = {
             "PYTHONPATH": str(plugin),
@@ -403,7 +404,7 @@ def test_greedy_answers_are_the_same_with_nothing_attached(run: Run, model: Path
 
 def test_several_workers_and_replicas_beside_sglangs_own_tracing(model: Path, tmp_path: Path) -> None:
     """`sglang serve`, the entry point alone: two HTTP workers and schedulers, SGLang's spans beside ours."""
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         more = ["--tokenizer-worker-num", "2", "--dp-size", "2", "--enable-trace"]
         more += ["--otlp-traces-endpoint", f"{receiver.endpoint}/v1/traces"]
         environment = {
@@ -458,7 +459,7 @@ def test_an_engine_without_a_server_is_traced(model: Path, tmp_path: Path) -> No
     script = tmp_path / "offline.py"
     script.write_text(OFFLINE)
     settings = {"SGLANG_PLATFORM": "sgl_aspects_cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         command = [
             sys.executable,
             "-m",

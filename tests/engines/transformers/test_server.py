@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.callers import CALLER, by_trace, orphans, parent, trace_id
 from tests.support.engine_server import EngineServer, start_server
-from tests.support.otlp_receiver import Span, http_receiver
+from tests.support.otlp_receiver import Span
+from tests.support.phases import engine_receiver
 from tests.support.processes import free_port
 from tests.support.tiny_models import make_llama
 
@@ -61,7 +62,7 @@ def run(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.Te
     found, port, folder = Run(request.param), free_port(), tmp_path_factory.mktemp("run")
     name = str(model)
     chat = {"model": name, "messages": [{"role": "user", "content": "hello fox"}], "temperature": 0}
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         words = [sys.executable, "-m", "sgl_aspects", "run", "--level", "4", "--endpoint", receiver.endpoint]
         words += [
             "--",

@@ -15,7 +15,7 @@ from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.context import trace_id_of_root
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.schema import FORWARD
-from tests.support.otlp_receiver import http_receiver
+from tests.support.phases import engine_receiver
 
 
 def batch(
@@ -115,7 +115,7 @@ def test_a_pass_of_a_worker_is_in_the_trace_of_its_step_without_a_record_of_the_
     step = shared_id(batch(new={"a": 5}))
     assert step is not None
     run_id = layout.child_id(step, layout.CHILD_RUN_BATCH)
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         with attach(endpoint=receiver.endpoint) as session:
             now = time.time_ns()
             write = session.recorder.spans(FORWARD)

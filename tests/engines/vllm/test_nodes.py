@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.support.engine_server import EngineServer, start_server
-from tests.support.otlp_receiver import http_receiver
+from tests.support.phases import engine_receiver
 from tests.support.processes import free_port
 from tests.support.sglang_models import make_mini
 from tests.support.vllm_server import ENVIRONMENT, VLLM_SERVE, serve
@@ -25,7 +25,7 @@ def test_passes_of_both_nodes_belong_to_the_steps_of_the_first(tmp_path: Path) -
     options = ["--tensor-parallel-size", "2", "--dtype", "float32", "--enforce-eager", "--nnodes", "2"]
     options += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     options += ["--distributed-executor-backend", "mp", "--max-model-len", "1024"]
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         environment = {
             "SGL_ASPECTS_TRACE": "3",
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,

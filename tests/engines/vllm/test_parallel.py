@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.support.otlp_receiver import http_receiver
+from tests.support.phases import engine_receiver
 from tests.support.sglang_models import make_mini
 from tests.support.vllm_server import serve
 
@@ -21,7 +21,7 @@ def test_each_rank_s_forward_passes_belong_to_the_step_that_scheduled_them(tmp_p
     """Pipeline parallelism cannot be run so: vLLM 0.32's CPU runner asserts on the second stage."""
     ranks = {"tp0 pp0 dp0", "tp1 pp0 dp0"}
     model = make_mini(tmp_path / "mini")
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         environment = {
             "SGL_ASPECTS_TRACE": "3",
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,

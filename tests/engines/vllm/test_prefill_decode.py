@@ -17,7 +17,8 @@ pytest.importorskip("vllm")
 pytest.importorskip("nixl", reason="KV transfer of vLLM on the CPU is by NIXL")
 
 from tests.support.engine_server import EngineServer
-from tests.support.otlp_receiver import Receiver, Span, http_receiver
+from tests.support.otlp_receiver import Receiver, Span
+from tests.support.phases import engine_receiver
 from tests.support.processes import free_port
 from tests.support.sglang_models import make_mini
 from tests.support.vllm_server import serve
@@ -75,7 +76,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
     model = make_mini(folder / "mini")
     preloaded = str(sleeping_yield(folder))
-    with http_receiver() as receiver, ExitStack() as stack:
+    with engine_receiver() as receiver, ExitStack() as stack:
         servers: list[EngineServer] = []
         for mode, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
             environment = {

@@ -24,7 +24,8 @@ pytest.importorskip("vllm")
 from sgl_aspects.run.folder import runs
 from tests.support.callers import CALLER, by_trace, one, orphans, parent, trace_id
 from tests.support.engine_server import Answer, EngineServer
-from tests.support.otlp_receiver import Receiver, Span, http_receiver
+from tests.support.otlp_receiver import Receiver, Span
+from tests.support.phases import engine_receiver
 from tests.support.processes import wait_until
 from tests.support.sglang_models import make_mini
 from tests.support.vllm_server import serve
@@ -88,7 +89,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
     model = make_mini(folder / "mini")
     with contextlib.ExitStack() as backend:
-        receiver = backend.enter_context(http_receiver())
+        receiver = backend.enter_context(engine_receiver())
         environment = {
             "SGL_ASPECTS_TRACE": "4",
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,

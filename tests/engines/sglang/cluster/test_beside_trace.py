@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from tests.support.otlp_receiver import Span, http_receiver
+from tests.support.otlp_receiver import Span
+from tests.support.phases import engine_receiver
 from tests.support.sglang_cluster import disaggregated, traced
 from tests.support.sglang_models import make_mini
 
@@ -50,7 +51,7 @@ BODY = {
 def spans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Span]]:
     folder: Path = tmp_path_factory.mktemp("run")
     model = make_mini(folder / "mini")
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         options = ["--enable-trace", "--otlp-traces-endpoint", f"{receiver.endpoint}/v1/traces"]
         environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
         with disaggregated(

@@ -20,7 +20,8 @@ pytest.importorskip("sglang_router")
 
 from tests.support.callers import CALLER, parent, trace_id
 from tests.support.distributions import install_plugin
-from tests.support.otlp_receiver import Receiver, Span, http_receiver
+from tests.support.otlp_receiver import Receiver, Span
+from tests.support.phases import engine_receiver
 from tests.support.sglang_cluster import balancer, between, disaggregated, traced
 from tests.support.sglang_models import make_mini
 
@@ -120,7 +121,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         "sampling_params": {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0},
     }
     whole = {"model": "mini", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-    with http_receiver() as receiver, ExitStack() as stack:
+    with engine_receiver() as receiver, ExitStack() as stack:
         servers = stack.enter_context(
             disaggregated(model, folder, traced(receiver.endpoint), environment=environment)
         )

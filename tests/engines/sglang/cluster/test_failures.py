@@ -20,7 +20,8 @@ pytest.importorskip("sglang")
 pytest.importorskip("sglang_router")
 
 from tests.support.distributions import install_plugin
-from tests.support.otlp_receiver import Receiver, Span, http_receiver
+from tests.support.otlp_receiver import Receiver, Span
+from tests.support.phases import engine_receiver
 from tests.support.processes import wait_until
 from tests.support.sglang_cluster import (
     HELD_TRANSFERS,
@@ -139,7 +140,7 @@ def cluster(folder: Path, receiver: Receiver) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def receiver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver]:
     folder = tmp_path_factory.mktemp("run")
-    with http_receiver() as receiver, ExitStack() as stack:
+    with engine_receiver() as receiver, ExitStack() as stack:
         with cluster(folder / "first", receiver) as first:
             requests = first.servers.requests(LONG, *FULL)
             with first.servers.prefill.exchanging(requests):

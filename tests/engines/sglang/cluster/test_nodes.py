@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from tests.support.otlp_receiver import http_receiver
+from tests.support.phases import engine_receiver
 from tests.support.sglang_cluster import nodes, replicas, traced
 from tests.support.sglang_models import make_mini
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_steps_of_every_node_are_linked_to_their_requests(model: Path, tmp_path: Path) -> None:
     callers = [f"{number + 1:032x}" for number in range(3)]
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         with nodes(model, tmp_path, traced(receiver.endpoint)) as servers:
             for trace in callers:
                 servers[0].post("/generate", BODY, {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"})
@@ -53,7 +53,7 @@ def test_the_steps_of_every_node_are_linked_to_their_requests(model: Path, tmp_p
 
 
 def test_replicas_are_distinct(model: Path, tmp_path: Path) -> None:
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         with replicas(model, tmp_path, traced(receiver.endpoint, level=1)) as servers:
             for number, server in enumerate(servers):
                 caller = {"traceparent": f"00-{number + 1:032x}-00f067aa0ba902b7-01"}

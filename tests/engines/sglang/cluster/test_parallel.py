@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from tests.support.otlp_receiver import http_receiver
+from tests.support.phases import engine_receiver
 from tests.support.sglang_cluster import LOOPBACK, traced
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import serve
@@ -35,7 +35,7 @@ def test_the_steps_of_every_rank_are_linked_to_their_requests(kind: str, tmp_pat
     model = make_mini(tmp_path / "mini")
     environment = {**LOOPBACK, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     callers = [f"{number + 1:032x}" for number in range(4)]
-    with http_receiver() as receiver:
+    with engine_receiver() as receiver:
         with serve(
             model,
             tmp_path / "server.log",

@@ -1,0 +1,78 @@
+"""The rule of phases, for every request of any engine: they never overlap, they lie within the request, and
+their tokens add up to the usage of the response.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.support.otlp_receiver import Receiver, Span, http_receiver
+
+PHASES = ("bootstrap", "kv_transfer", "queue", "prefill", "decode")
+#: A request that was seen in part, or has no usage.
+_IN_PART = ("error.type", "sgl_aspects.attached", "sgl_aspects.detached")
+
+
+@contextmanager
+def engine_receiver() -> Iterator[Receiver]:
+    """A backend for a real engine; at its end every request must follow the rule."""
+    with http_receiver() as receiver:
+        yield receiver
+    found = violations(receiver.spans)
+    assert not found, "\n".join(found)
+
+
+def violations(spans: Iterable[Span]) -> list[str]:
+    """Return what breaks the rule, a line each."""
+    below: dict[tuple[str, str], list[Span]] = {}
+    every = list(spans)
+    for span in every:
+        if span.name in PHASES:
+            below.setdefault((span.trace_id, span.parent_id), []).append(span)
+    requests = [span for span in every if "gen_ai.request.id" in span.attributes]
+    return [
+        f"{request.name} {request.attributes['gen_ai.request.id']}: {what}"
+        for request in requests
+        if (phases := below.get((request.trace_id, request.span_id)))
+        for what in _violations(request, sorted(phases, key=lambda span: (span.start, span.end)))
+    ]
+
+
+def _violations(request: Span, phases: list[Span]) -> Iterator[str]:
+    for early, late in itertools.pairwise(phases):
+        if late.start < early.end:
+            yield f"{late.name} begins {early.end - late.start} ns before {early.name} ends"
+    if any(name in request.attributes for name in _IN_PART):
+        return
+    if phases[0].start < request.start:
+        yield f"{phases[0].name} begins {request.start - phases[0].start} ns before the request"
+    if phases[-1].end > request.end:
+        yield f"{phases[-1].name} ends {phases[-1].end - request.end} ns after the request"
+    yield from _wrong_tokens(request, phases)
+    recorded = request.attributes.get("gen_ai.latency.time_in_model_prefill", 0.0)
+    lasted = sum(span.end - span.start for span in phases if span.name == "prefill") / 1e9
+    if abs(recorded - lasted) > 1e-6:
+        yield f"its attribute has {recorded} s of prefill, its phases have {lasted}"
+
+
+def _wrong_tokens(request: Span, phases: list[Span]) -> Iterator[str]:
+    usage = [request.attributes.get(f"gen_ai.usage.{name}_tokens") for name in ("input", "output")]
+    cached = request.attributes.get("gen_ai.usage.cache_read.input_tokens")
+    decodes = [span for span in phases if span.name == "decode"]
+    # Stopped by its server for a text that the scheduler does not see: it may have made more.
+    is_stopped = any(span.attributes.get("sgl_aspects.finish_reason") == "abort" for span in decodes)
+    made: list[Any] = [span.attributes.get("gen_ai.usage.output_tokens") for span in decodes]
+    if decodes and not is_stopped and usage[1] is not None and None not in made and sum(made) != usage[1]:
+        yield f"{made} tokens in its phases of decoding, {usage[1]} in its usage"
+    before = list(itertools.takewhile(lambda span: span.name != "decode", phases))
+    fed = [span.attributes["sgl_aspects.prefill.tokens"] for span in before if span.name == "prefill"]
+    # Preempted before its first token, it begins its prompt again.
+    is_first = sum(span.name == "queue" for span in before) < 2
+    if not (fed and decodes and is_first) or usage[0] is None:
+        return
+    # What an engine found in its cache without counting it is not known.
+    if sum(fed) + (cached or 0) > usage[0] or (cached is not None and sum(fed) + cached != usage[0]):
+        yield f"{fed} tokens in its chunks and {cached} cached ones, {usage[0]} in its usage"
