@@ -14,10 +14,10 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import sgl_aspects
 from sgl_aspects import isolated
@@ -28,13 +28,21 @@ from sgl_aspects.attach.process_tree import Process, read_process
 from sgl_aspects.errors import AttachError
 from sgl_aspects.files import write_private
 from sgl_aspects.run.collector import collector_state
-from sgl_aspects.run.folder import hold_run, make_run_folder, remove_run_folder, runs
+from sgl_aspects.run.folder import (
+    begin_weaving,
+    end_weaving,
+    hold_run,
+    make_run_folder,
+    remove_run_folder,
+    runs,
+)
 
 FOLDER = "attach"
 _PROCESSES = "processes.json"
 _ANSWER_SECONDS = 300.0  # with many processes on few cores, weaving takes a minute
 _PAUSE_SECONDS = 0.002
 _keys = itertools.count(1)
+_Done = TypeVar("_Done")
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class Run:
     def make(cls) -> Run:
         """Begin a run, guarded from here on: it also ends if this process is killed."""
         run = cls(Path(make_run_folder()))
+        begin_weaving(run.folder)
         (run.folder / FOLDER).mkdir(mode=0o700)
         run._start_guard()
         return run
@@ -88,10 +97,14 @@ class Run:
                 place = self._own / "package" / str(len(self._interpreters))
                 self._interpreters[executable] = package.bring(executable, place)
 
-    def attach(self, process: Process, environment: Mapping[str, str]) -> Answer:
-        """Weave in one process. The answer names what was woven, or why nothing was."""
-        self._remember(process)
-        return self._ask(process, "attach", environment)
+    def attach(self, processes: Sequence[Process], environment: Mapping[str, str]) -> Iterator[Answer]:
+        """Weave in all of them at once. Each answer names what was woven, or why nothing was.
+
+        Requests count as whole from the moment when the last one is woven.
+        """
+        self._remember(processes)
+        yield from self._ask(processes, "attach", environment)
+        end_weaving(self.folder)
 
     def attached(self) -> list[Process]:
         """Return the live processes that were attached to."""
@@ -104,11 +117,9 @@ class Run:
             process for process in found if process is not None and [process.id, process.started] in known
         ]
 
-    def _remember(self, process: Process) -> None:
-        known = [[one.id, one.started] for one in self.attached()]
-        if [process.id, process.started] not in known:
-            known.append([process.id, process.started])
-            write_private(self._own / _PROCESSES, json.dumps(known).encode())
+    def _remember(self, processes: Sequence[Process]) -> None:
+        known = [[one.id, one.started] for one in (*self.attached(), *processes)]
+        write_private(self._own / _PROCESSES, json.dumps(known).encode())
 
     # -- detaching ------------------------------------------------------------------------------------------
 
@@ -118,7 +129,7 @@ class Run:
         # The last answer comes after the last ring is closed, when the collector would remove the folder.
         held = hold_run(str(self.folder))
         try:
-            answers = [self._ask(process, "detach", {}) for process in self.attached()]
+            answers = list(self._ask(self.attached(), "detach", {}))
         finally:
             if held is not None:
                 held.close()
@@ -135,8 +146,7 @@ class Run:
         if not self._own.exists():
             return
         self._withdraw()
-        for process in self.attached():
-            self._ask(process, "detach", {})
+        list(self._ask(self.attached(), "detach", {}))
         deadline = time.monotonic() + _ANSWER_SECONDS
         # Processes that the command had started may still be writing; a collector removes the folder itself.
         while self.folder.exists() and collector_state(self.folder) is None:
@@ -166,11 +176,24 @@ class Run:
                 self._guard.communicate(b"detached")
             self._guard = None
 
-    # -- one request ----------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------
 
-    def _ask(self, process: Process, operation: str, environment: Mapping[str, str]) -> Answer:
+    def _ask(
+        self, processes: Sequence[Process], operation: str, environment: Mapping[str, str]
+    ) -> Iterator[Answer]:
+        """Start it in each process, one after the other, and yield the answers: all work at the same time."""
+        begun = [
+            (process, self._tried(process, self._begin, operation, environment)) for process in processes
+        ]
+        for process, started in begun:
+            if isinstance(started, Answer):
+                yield started
+            else:
+                yield self._tried(process, self._end, *started)
+
+    def _tried(self, process: Process, do: Callable[..., _Done], *arguments: Any) -> _Done | Answer:
         try:
-            return self._answered(process, operation, environment)
+            return do(process, *arguments)
         except AttachError as error:
             return Answer(process, {"error": str(error)})
         except (ProcessLookupError, FileNotFoundError):
@@ -179,7 +202,8 @@ class Run:
         except PermissionError as error:
             return Answer(process, {"error": str(explained(process.id, error))})
 
-    def _answered(self, process: Process, operation: str, environment: Mapping[str, str]) -> Answer:
+    def _begin(self, process: Process, operation: str, environment: Mapping[str, str]) -> tuple[Path, float]:
+        """Start a thread that does it, and return its file and for how long the main thread was stopped."""
         interpreter = self._interpreter(process)
         prepared = dormant.control_of(process)
         check(process, needs_ptrace=prepared is None and not interpreter.has_remote_exec)
@@ -201,15 +225,16 @@ class Run:
         else:
             remote_exec = interpreter.executable if interpreter.has_remote_exec else None
             stood = injection.run_file(process.id, start, taken.exists, remote_exec=remote_exec)
-        return Answer(process, self._wait_for(process, taken), stood)
+        return taken, stood
 
-    def _wait_for(self, process: Process, taken: Path) -> Mapping[str, Any]:
+    def _end(self, process: Process, taken: Path, stood: float) -> Answer:
+        """Wait for the answer."""
         answer = taken.with_suffix(".answer")
         deadline = time.monotonic() + _ANSWER_SECONDS
         while True:
             with contextlib.suppress(FileNotFoundError):
                 values: Mapping[str, Any] = json.loads(answer.read_text())
-                return values
+                return Answer(process, values, stood)
             if read_process(process.id) is None:
                 raise AttachError(f"process {process.id} ended meanwhile")
             thread = taken.read_text()

@@ -114,17 +114,18 @@ def _attach(
             variables[config.VARIABLE] = str(run.folder / "attach" / "aspects.toml")
             shutil.copyfile(arguments.config, variables[config.VARIABLE])
         run.prepare(processes)
-        answers = []
-        for process in processes:
-            answers.append(_shown(run.attach(process, variables)))
+        problem = None
+        for answer in run.attach(processes, variables):
+            _show(answer)
+            problem = problem or answer.error
             # After the first ring exists: a collector would take a run without rings for ended. Before that
             # ring is full.
-            if collector is None and not answers[-1].error:
+            if collector is None and not answer.error:
                 collector = CollectorProcess(
                     str(run.folder), settings.collector_environment(environment), settings.prints()
                 )
         if collector is None:
-            raise AttachError(f"nothing is attached to: {answers[0].error}")
+            raise AttachError(f"nothing is attached to: {problem}")
         until = f"for {arguments.seconds:g} s" if arguments.seconds else "until Ctrl-C"
         print(f"tracing at level {settings.level} {until}; run folder {run.folder}", flush=True)
         _wait(collector, arguments.seconds)
@@ -166,12 +167,12 @@ def _finish(collector: CollectorProcess | None, settings: TraceSettings) -> int:
     return int(bool(summary.problem))
 
 
-def _shown(answer: Answer) -> Answer:
+def _show(answer: Answer) -> None:
     process, values = answer.process, answer.values
     where = f"process {process.id}  {process.title}"
     if answer.error:
         print(f"{where}: NOT attached: {answer.error}", flush=True)
-        return answer
+        return
     milliseconds = answer.stood * 1e3, values["longest_piece_seconds"] * 1e3
     print(
         f"{where}\n"
@@ -186,7 +187,6 @@ def _shown(answer: Answer) -> Answer:
             print(f"  {title}: {line}")
         if len(lines) > _SHOWN:
             print(f"  {title}: {len(lines) - _SHOWN} more")
-    return answer
 
 
 def describe_detached(answer: Answer) -> str:

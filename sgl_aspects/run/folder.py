@@ -9,16 +9,20 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.files import OwnDescriptor
+from sgl_aspects.files import OwnDescriptor, write_private
 
 CLOSING = "closing"
 _PREFIX = "sgl-aspects-"
 # Locked, shared, by every process of the run that may still record.
 _HELD = "held"
+
+# In a run of attach: empty until all of its processes are woven, then the time.
+_WOVEN = "woven"
 
 _LEAST_BYTES = 4 << 20
 _LEAST_FILES = 64
@@ -57,6 +61,24 @@ def remove_run_folder(folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):
             return
+
+
+def begin_weaving(folder: Path) -> None:
+    """Note that processes of the run are being woven while they serve."""
+    write_private(folder / _WOVEN, b"")
+
+
+def end_weaving(folder: Path) -> None:
+    """Note that all of them are woven now: requests are seen as a whole from here on."""
+    write_private(folder / _WOVEN, str(time.time_ns()).encode())
+
+
+def woven_ns(folder: Path) -> float:
+    """Return when the last process was woven: infinity while they are being woven, 0 if they never were."""
+    try:
+        return float((folder / _WOVEN).read_bytes() or "inf")
+    except FileNotFoundError:
+        return 0.0
 
 
 class RunHold:

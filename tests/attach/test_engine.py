@@ -58,8 +58,18 @@ def test_requests_under_way_are_marked_and_none_has_failed(tmp_path: Path) -> No
     requests = [span for span in spans if span["name"].startswith("text_completion")]
     assert any("sgl_aspects.attached" in attribute_names(span) for span in requests)
     assert any("sgl_aspects.detached" in attribute_names(span) for span in spans)
-    assert any(
-        not attribute_names(span) & {"sgl_aspects.attached", "sgl_aspects.detached"} for span in requests
-    )
+    whole = [
+        span
+        for span in requests
+        if not attribute_names(span) & {"sgl_aspects.attached", "sgl_aspects.detached"}
+    ]
+    assert whole
+    for request in whole:
+        names = {span["name"] for span in spans if span["traceId"] == request["traceId"]}
+        assert {"tokenize", "queue", "prefill", "decode"} <= names
+    # Nothing was recorded in one process for which the other one had no hooks any more.
+    last = max(int(span["startTimeUnixNano"]) for span in requests)
+    steps = [span for span in spans if span["name"] == "scheduler.step"]
+    assert [step for step in steps if int(step["startTimeUnixNano"]) > last and not step.get("links")] == []
     assert [span["name"] for span in spans if span.get("status", {}).get("code") == 2] == []
     assert {"scheduler.step", "decode"} <= {span["name"] for span in spans}

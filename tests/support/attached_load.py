@@ -124,18 +124,22 @@ def _assert_same_answers(found: list[Request]) -> None:
 
 
 def _assert_complete(spans: list[dict[str, Any]], woven_ns: int) -> None:
-    """Check that requests since weaving have every phase when ended, and that none has failed."""
+    """Check that requests without a mark have every phase, steps their requests, and that none has failed."""
     assert [span["name"] for span in spans if span.get("status", {}).get("code") == 2] == []
     requests = [span for span in spans if span["name"].startswith("text_completion")]
     assert any("sgl_aspects.attached" in attribute_names(span) for span in requests), Counter(
         (span["name"], *sorted(attribute_names(span))) for span in requests
     )
+    # With an overlapped loop a step may run for a request that has just ended: a few. Steps of requests whose
+    # process has no hooks any more would be thousands.
+    steps = [s for s in spans if s["name"] == "scheduler.step" and int(s["startTimeUnixNano"]) > woven_ns]
+    alone = [step for step in steps if not step.get("links")]
+    assert len(alone) < len(steps) / 20, (len(alone), len(steps))
     by_trace: dict[str, Counter[str]] = {}
     for span in spans:
         by_trace.setdefault(span["traceId"], Counter())[span["name"]] += 1
     whole = [span for span in requests if not attribute_names(span) & _UNWHOLE]
-    after = [span for span in whole if int(span["startTimeUnixNano"]) > woven_ns]
-    assert after
-    for span in after:
+    assert whole
+    for span in whole:
         names = by_trace[span["traceId"]]
         assert {"tokenize", "queue", "prefill", "decode", "detokenize"} <= set(names), names

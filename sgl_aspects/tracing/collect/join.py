@@ -96,6 +96,8 @@ class Joiner:
         self._held: list[tuple[Writer, SpanEnd]] = []
         self._held_before: list[tuple[Writer, SpanEnd]] = []
         self._is_replaying = False
+        #: When the last process was woven: requests that began before are seen in part.
+        self.woven_ns = 0.0
         self._detaching_ns = math.inf
         # The end of the last pass over all files. Records written before are read in the next pass, however
         # long that takes: a record waits from the end of its own pass.
@@ -104,7 +106,10 @@ class Joiner:
 
     def add(self, writer: Writer, *records: Record) -> None:
         """Take records, in the order in which their writer wrote them."""
+        is_detaching = self._detaching_ns < math.inf
         for record in records:
+            if is_detaching and getattr(record, "start_ns", 0) >= self._detaching_ns:
+                continue  # seen by the processes that still have hooks, not by the others
             if record.__class__ is SpanEnd:
                 if record.span_id and not self._take_span(writer, record):  # no id: for the metrics only
                     self._wait_for_root(time.monotonic(), writer, record)
@@ -131,7 +136,9 @@ class Joiner:
         self._is_replaying = False
 
     def detaching(self, since_ns: int) -> None:
-        """Note that hooks are being removed from a process: requests that end later may lack some spans."""
+        """Note that hooks are being removed from a process: requests that end later may lack some spans, and
+        what begins later is left out.
+        """
         self._detaching_ns = min(self._detaching_ns, since_ns)
 
     def match_waiting(self, *, is_behind: bool = False) -> bool:
@@ -334,6 +341,8 @@ class Joiner:
         # One of several answers to a request is not a server span of its own.
         kind = SpanKind.INTERNAL if root.group is not None else SpanKind.SERVER
         # A request seen only in part, before attach or after detach, has no valid figures.
+        if begin.start_ns < self.woven_ns:
+            attributes[ATTACHED_FLAG] = True
         if record.end_ns >= self._detaching_ns or (record.error == UNFINISHED and writer.was_detached):
             attributes[DETACHED_FLAG] = True
         in_part = ATTACHED_FLAG in attributes or DETACHED_FLAG in attributes

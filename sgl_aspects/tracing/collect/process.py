@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import resource
 import signal
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from sgl_aspects import env
@@ -32,7 +34,7 @@ from sgl_aspects.run.collector import (
     unsaved_settings,
 )
 from sgl_aspects.run.dead_runs import remove_dead_runs
-from sgl_aspects.run.folder import remove_run_folder, runs, seal_run
+from sgl_aspects.run.folder import remove_run_folder, runs, seal_run, woven_ns
 from sgl_aspects.tracing.collect.join import Joiner
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.collect.reported_metrics import STEP, CollectorMetrics
@@ -123,6 +125,7 @@ class Collector:
             on_request=None if self._metrics is None else self._metrics.engine.request_ended,
             limits=SpanLimits.from_environment(),
         )
+        self._joiner.woven_ns = woven_ns(Path(folder))
         if is_restarted:
             self._joiner.replay(self._history())
         if self._metrics is not None:
@@ -217,12 +220,15 @@ class Collector:
         return is_over
 
     def _read(self) -> None:
-        for writer, records in self._reader.poll_rings():
-            self._measure(writer, records)
-            self._joiner.add(writer, *records)
-        for writer in self._reader.writers.values():
+        if self._joiner.woven_ns == math.inf:
+            self._joiner.woven_ns = woven_ns(Path(self._folder))
+        read = list(self._reader.poll_rings())
+        for writer in self._reader.writers.values():  # after reading, so that it is known of each record
             if began := writer.detaching_ns:
                 self._joiner.detaching(began)
+        for writer, records in read:
+            self._measure(writer, records)
+            self._joiner.add(writer, *records)
         for writer in self._reader.take_ended():
             self._joiner.writer_gone(writer)
             if self._metrics is not None:
