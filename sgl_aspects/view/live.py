@@ -31,6 +31,8 @@ STEP_PARTS = tuple(
 )
 # Cap on requests followed at once; the oldest are forgotten.
 _MOST_REQUESTS = 20_000
+# Errors of requests that their callers gave up.
+_LEFT = ("abort", "cancelled", "CancelledError", "ClientDisconnect")
 # A ring without new records for this long is scanned: its collector may have let it be overwritten.
 _SILENCE_SECONDS = 2.0
 
@@ -47,7 +49,20 @@ class Request:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    is_error: bool = False
+    error: str = ""
+    #: The response's, of a request that failed; 0: none.
+    status: int = 0
+
+    @property
+    def outcome(self) -> str:
+        """How it ended: "" with an answer, "left" by its caller, "refused" as its mistake, or "failed"."""
+        if not self.error:
+            return ""
+        return "left" if self.error in _LEFT else "refused" if 400 <= self.status < 500 else "failed"
+
+    @property
+    def is_error(self) -> bool:
+        return self.outcome == "failed"
 
     def seconds(self, now_ns: int) -> float:
         return max(0, (self.end_ns or now_ns) - self.start_ns) / 1e9
@@ -61,8 +76,12 @@ class Request:
 
 @dataclass
 class Phases:
-    """The seconds of a request in each phase so far, and since when it is in the current one."""
+    """The seconds of a request in each phase so far, and since when it is in the current one.
 
+    ``key``: its scheduler's key of it.
+    """
+
+    key: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     current: str = ""
     since_ns: int = 0
@@ -229,14 +248,23 @@ class LiveRun:
                 self.open[record.span_id] = Request(record.request_id, record.start_ns, self.model)
             elif isinstance(record, RequestSeen):
                 self._ids[record.key] = record.request_id
-                self.phases[record.request_id] = Phases()
 
     def _begin(self, record: SpanBegin) -> None:
-        phases = self.phases.get(self._ids.get(record.root_id, ""))
-        if phases is not None and record.type.name in REQUEST_PHASES:
+        phases = self._phases_of(record)
+        if phases is not None:
             phases.current, phases.since_ns = record.type.name, record.start_ns
             if record.type.name == "decode":
                 self._second(record.start_ns).decodes_begun += 1
+
+    def _phases_of(self, record: SpanBegin | SpanEnd) -> Phases | None:
+        """Return the request's phases, of the scheduler that has it: detokenizers have keys of it, too."""
+        rid = self._ids.get(record.root_id)
+        if rid is None or record.type.name not in REQUEST_PHASES:
+            return None
+        phases = self.phases.get(rid)
+        if phases is None or phases.key != record.root_id:
+            phases = self.phases[rid] = Phases(record.root_id)
+        return phases
 
     def _span(self, name: str, record: SpanEnd) -> None:
         kind = record.type.name
@@ -249,7 +277,7 @@ class LiveRun:
         elif record.root_id == record.span_id:
             self._end(record)
         elif kind in REQUEST_PHASES:
-            phases = self.phases.get(self._ids.get(record.root_id, ""))
+            phases = self._phases_of(record)
             if phases is not None:
                 phases.seconds[kind] = phases.seconds.get(kind, 0.0) + seconds
                 phases.current = "" if phases.current == kind else phases.current
@@ -287,7 +315,7 @@ class LiveRun:
         request.prompt_tokens = int(_number(values.get(schema.INPUT_TOKENS)))
         request.cached_tokens = int(_number(values.get(schema.CACHED_TOKENS)))
         request.output_tokens = int(_number(values.get(schema.OUTPUT_TOKENS)))
-        request.is_error = bool(record.error)
+        request.error, request.status = record.error, int(_number(values.get(schema.STATUS_CODE)))
         self.finished_requests += 1
         self._second(record.end_ns).finished.append(request)
 

@@ -192,13 +192,7 @@ def _slowest(run: LiveRun, finished: Iterable[Request], now_ns: int, width: int,
     for request in found:
         phases = run.phases.get(request.id)
         times = phases.until(request.end_ns or now_ns) if phases else {}
-        state = (
-            "failed"
-            if request.is_error
-            else ""
-            if request.end_ns
-            else (phases.current if phases else "") or "open"
-        )
+        state = request.outcome if request.end_ns else (phases.current if phases else "") or "open"
         first = request.time_to_first_token
         table.add_row(
             Text(duration(request.seconds(now_ns)), style="bold"),

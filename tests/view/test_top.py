@@ -23,9 +23,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sgl_aspects.tracing import context
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
-from sgl_aspects.tracing.records import SpanType
-from sgl_aspects.tracing.schema import STEP
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
+from sgl_aspects.tracing.schema import DECODE, QUEUE, REQUEST, STEP
 from sgl_aspects.view.live import LiveRun
 from sgl_aspects.view.top_screen import screen, spark
 from tests.support import workers
@@ -230,6 +231,39 @@ def test_overlapped_steps_count_for_what_they_add(tmp_path: Path) -> None:
     live.close()
     assert re.search(r"decode +[\d.]+ +8 +10\.0 ms", text)
     assert "forward 86% " in text  # 9 of 10 ms, and of the first step's 20
+
+
+def test_a_request_keeps_its_phases_where_its_detokenizer_has_it_too(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path), level=3)
+    start, ms = time.time_ns() - 1_000_000_000, 1_000_000
+    request, key = recorder.new_id(), recorder.new_id()
+    recorder.write(RequestBegin(request, "one", start, *context.new(), "chat tiny", {}))
+    recorder.write(RequestSeen(key, "one", start))
+    recorder.spans(QUEUE)(recorder.new_id(), key, key, start, start + 200 * ms, (None,))
+    recorder.write(RequestSeen(recorder.new_id(), "one", start + 300 * ms))
+    recorder.announce(DECODE, recorder.new_id(), key, key, start + 300 * ms)
+    live = LiveRun(tmp_path)
+    live.poll()
+    phases = live.phases["one"]
+    live.close()
+    assert (phases.current, phases.seconds) == ("decode", {"queue": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "outcome"),
+    [("", None, ""), ("abort", None, "left"), ("ValueError", 400, "refused"), ("error", 500, "failed")],
+)
+def test_only_the_server_fails(error: str, status: int | None, outcome: str, tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path), level=3)
+    request, start = recorder.new_id(), time.time_ns() - 1_000_000_000
+    recorder.write(RequestBegin(request, "one", start, *context.new(), "chat tiny", {}))
+    values = [None] * (len(REQUEST.attributes) - 1)
+    recorder.spans(REQUEST)(request, request, 0, start, start + 1, [*values, status], error)
+    live = LiveRun(tmp_path)
+    live.poll()
+    (ended,) = [each for second in live.seconds.values() for each in second.finished]
+    live.close()
+    assert (ended.outcome, ended.is_error) == (outcome, outcome == "failed")
 
 
 def test_an_idle_scheduler_has_no_batch(tmp_path: Path) -> None:
