@@ -37,6 +37,9 @@ TIME_IN_QUEUE = "gen_ai.latency.time_in_queue"
 TIME_IN_PREFILL = "gen_ai.latency.time_in_model_prefill"
 TIME_IN_DECODE = "gen_ai.latency.time_in_model_decode"
 TIME_IN_INFERENCE = "gen_ai.latency.time_in_model_inference"
+#: What a request waits for outside of its phases: for its server to tokenize it; then, for its scheduler.
+TIME_TO_TOKENIZE = "sgl_aspects.latency.time_to_tokenize"
+TIME_TO_QUEUE = "sgl_aspects.latency.time_to_queue"
 INPUT_MESSAGES = "gen_ai.input.messages"
 OUTPUT_MESSAGES = "gen_ai.output.messages"
 

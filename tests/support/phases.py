@@ -28,20 +28,20 @@ def engine_receiver() -> Iterator[Receiver]:
 def violations(spans: Iterable[Span]) -> list[str]:
     """Return what breaks the rule, a line each."""
     below: dict[tuple[str, str], list[Span]] = {}
-    every = list(spans)
+    every = sorted(spans, key=lambda span: (span.start, span.end))
     for span in every:
-        if span.name in PHASES:
-            below.setdefault((span.trace_id, span.parent_id), []).append(span)
+        below.setdefault((span.trace_id, span.parent_id), []).append(span)
     requests = [span for span in every if "gen_ai.request.id" in span.attributes]
     return [
         f"{request.name} {request.attributes['gen_ai.request.id']}: {what}"
         for request in requests
-        if (phases := below.get((request.trace_id, request.span_id)))
-        for what in _violations(request, sorted(phases, key=lambda span: (span.start, span.end)))
+        if (children := below.get((request.trace_id, request.span_id), []))
+        if (phases := [span for span in children if span.name in PHASES])
+        for what in _violations(request, phases, children)
     ]
 
 
-def _violations(request: Span, phases: list[Span]) -> Iterator[str]:
+def _violations(request: Span, phases: list[Span], others: list[Span]) -> Iterator[str]:
     for early, late in itertools.pairwise(phases):
         if late.start < early.end:
             yield f"{late.name} begins {early.end - late.start} ns before {early.name} ends"
@@ -52,6 +52,12 @@ def _violations(request: Span, phases: list[Span]) -> Iterator[str]:
     if phases[-1].end > request.end:
         yield f"{phases[-1].name} ends {phases[-1].end - request.end} ns after the request"
     yield from _wrong_tokens(request, phases)
+    if phases[0].name in ("queue", "bootstrap"):
+        tokenized = [span.end for span in others if span.name == "tokenize"]
+        waited = (phases[0].start - max(tokenized, default=request.start)) / 1e9
+        recorded = request.attributes.get("sgl_aspects.latency.time_to_queue", -1)
+        if abs(recorded - max(waited, 0)) > 1e-6:
+            yield f"it waited {waited} s for {phases[0].name}, its attribute has {recorded}"
     recorded = request.attributes.get("gen_ai.latency.time_in_model_prefill", 0.0)
     lasted = sum(span.end - span.start for span in phases if span.name == "prefill") / 1e9
     if abs(recorded - lasted) > 1e-6:

@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind
 
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.reader import RingReader as Writer
-from sgl_aspects.tracing.collect.roots import LATENCIES, Root, Roots
+from sgl_aspects.tracing.collect.roots import NOTED, Root, Roots
 from sgl_aspects.tracing.collect.span_builder import SpanBuilder
 from sgl_aspects.tracing.collect.tail import HeldSpans, TailChoice
 from sgl_aspects.tracing.collect.waiting import WaitingRecords
@@ -294,8 +294,8 @@ class Joiner:
             if root.begin is not None:
                 if end_ns > root.last_child_ns:
                     root.last_child_ns = end_ns
-                if type.name in LATENCIES:
-                    root.phases.append(record)
+                if type.name in NOTED:
+                    root.note(record)
             # Other processes refer to the request by a key: a span below the key is below the request.
             if parent_id == root_id:
                 parent_id, is_remote = root.span_id, root.is_remote
@@ -330,7 +330,7 @@ class Joiner:
             return
         begin = root.begin
         latencies = root.latencies()
-        attributes = {**begin.attributes, **latencies}
+        attributes = {**begin.attributes, **root.waits(), **latencies}
         if _PREFILL in latencies:
             attributes[_INFERENCE] = latencies[_PREFILL] + latencies.get(_DECODE, 0.0)
         first_ns = root.decode_ns

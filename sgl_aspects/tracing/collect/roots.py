@@ -20,6 +20,10 @@ LATENCIES = {
     "prefill": schema.TIME_IN_PREFILL,
     "decode": schema.TIME_IN_DECODE,
 }
+#: In which a request comes to its scheduler.
+_FIRST_PHASES = (schema.QUEUE.name, schema.BOOTSTRAP.name)
+#: The spans below a request that ``Root.note`` reads.
+NOTED = frozenset((*LATENCIES, *_FIRST_PHASES, schema.TOKENIZE.name))
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +39,10 @@ class Root(RootContext):
     ids: tuple[int, ...] = ()
     #: Its spans whose time is an attribute of its own.
     phases: list[SpanEnd] = field(default_factory=list)
+    #: When its tokenizing began and ended, and when its scheduler got it; 0: not known.
+    tokenize_ns: int = 0
+    tokenized_ns: int = 0
+    queued_ns: int = 0
     last_child_ns: int = 0
     #: The first start of decoding: a preempted request has several. Known once there are ``latencies``.
     decode_ns: int = 0
@@ -50,6 +58,30 @@ class Root(RootContext):
             return False
         # An end before the start (the clock was set back) is ignored.
         return self.end_ns < self.begin.start_ns or time_ns <= self.end_ns + grace * 1e9
+
+    def note(self, record: SpanEnd) -> None:
+        """Note a span below it whose times are among its attributes."""
+        name, start_ns, end_ns = record[0].name, record[4], record[5]
+        if name in LATENCIES:
+            self.phases.append(record)
+        if name in _FIRST_PHASES:
+            self.queued_ns = min(self.queued_ns or start_ns, start_ns)
+            if self.group is not None:
+                self.group.queued_ns = min(self.group.queued_ns or start_ns, start_ns)
+        elif name == schema.TOKENIZE.name:
+            self.tokenize_ns = min(self.tokenize_ns or start_ns, start_ns)
+            self.tokenized_ns = max(self.tokenized_ns, end_ns)
+
+    def waits(self) -> dict[str, float]:
+        """Return the attributes of what it waited for before its first phase, in seconds."""
+        found: dict[str, float] = {}
+        since_ns = self.begin.start_ns if self.begin is not None else 0
+        if self.tokenize_ns:
+            found[schema.TIME_TO_TOKENIZE] = max(0, self.tokenize_ns - since_ns) / 1e9
+            since_ns = self.tokenized_ns
+        if self.queued_ns:
+            found[schema.TIME_TO_QUEUE] = max(0, self.queued_ns - since_ns) / 1e9
+        return found
 
     def latencies(self) -> dict[str, float]:
         """Return the attributes of its phases, in seconds."""
