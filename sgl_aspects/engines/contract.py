@@ -24,6 +24,9 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     # A request, in the process of its caller.
     "describe_server": ("description",),
     "serve_request": ("manager", "http"),
+    "serve_pooling": ("manager",),
+    "serve_search": ("manager", "request"),  # a request that the engine answers by many of its own
+    "submit_request": ("manager",),  # instead of serve_request: returns at once, and nobody waits there
     "receive_request": ("request",),
     "begin_request": ("request",),
     "begin_stream": ("request",),
@@ -97,6 +100,7 @@ class Request:
     is_probe: bool | None  # the engine's own health check: not traced
     is_single: bool | None  # one answer; yes where an integration does not define it
     answer_count: int  # of a request for several
+    model: str | None  # what its caller asked for, if not the server's model: an adapter
     answer_rids: tuple[str, ...] | None  # where the answers' ids are known from the start
     group: str | None  # the id of the first request of the same call, whose trace it joins
     operation: str | None  # GenAI's name, where the path of the HTTP request does not tell

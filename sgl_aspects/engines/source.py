@@ -43,7 +43,7 @@ class Definition(NamedTuple):
 
 
 class Source:
-    """An engine's source: a wheel, or the folder that holds its package."""
+    """An engine's source: a wheel, or the folder that holds its package or module."""
 
     def __init__(self, path: str | Path) -> None:
         """:raises ConfigError: there is no such wheel or folder."""
@@ -194,6 +194,8 @@ class Source:
                 yield name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     def _files(self) -> Iterator[str]:
+        for file in sorted(self.path.glob("*.py")):
+            yield file.name
         for package in sorted(self.path.glob("*/__init__.py")):
             for file in sorted(package.parent.rglob("*.py")):
                 yield file.relative_to(self.path).as_posix()

@@ -13,28 +13,32 @@ from typing import Any
 
 import pytest
 
-from tests.support.distributions import install
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "new-engine.md"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of the page; its entry point as an installed distribution has it."""
-    found = tmp_path_factory.mktemp("hare")
+def written(found: Path) -> Path:
+    """Write the files of the page."""
     for text in re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(), re.DOTALL):
         name = text.split("\n")[0].removeprefix("# ").removesuffix(", continued")
         with (found / name).open("a") as file:
             file.write(text)
-    project = (found / "pyproject.toml").read_text()
-    (group,) = re.findall(r'entry-points\."(.*)"\]', project)
-    (point,) = re.findall(r'^(hare) = "(.*)"$', project, re.MULTILINE)
-    install(found, "hare-room", f"[{group}]\n{point[0]} = {point[1]}\n")
     return found
 
 
+def installed(found: Path) -> Path:
+    """Install it as `pip install .` does, without a network."""
+    words = ["pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    execute(found, "-m", *words, "--target", "site", ".")
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return installed(written(tmp_path_factory.mktemp("hare")))
+
+
 def execute(folder: Path, *words: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment = {**os.environ, "PYTHONPATH": str(folder / "site")}
     done = subprocess.run(
         [sys.executable, *words],
         cwd=folder,
@@ -70,10 +74,38 @@ def test_the_page_gives_an_engine_whole_traces(folder: Path) -> None:
 
 
 def test_doctor_reads_its_roles(folder: Path) -> None:
-    (folder / "source").mkdir(exist_ok=True)
-    package = folder / "source" / "hare"
-    package.mkdir(exist_ok=True)
-    (package / "__init__.py").write_text((folder / "hare.py").read_text())
-    printed = execute(folder, "-m", "sgl_aspects", "doctor", "--engine", str(folder / "source"))
-    assert "hare" in printed
+    printed = execute(folder, "-m", "sgl_aspects", "doctor", "--engine", ".")
+    assert "serve_request" in printed
     assert "missing" not in printed
+
+
+#: The page's engine with numbers as ids, a function that returns the request, and none that sends it.
+OTHERWISE = {
+    "hare.py": {
+        'Request(f"hare-{next(self.ids)}", prompt, max_tokens)': "self.accept(prompt, max_tokens)",
+        "        self.accept(request)\n": "",
+        "    def accept(self, request):\n        self.requests[request.rid] = request\n": """
+    def accept(self, prompt, max_tokens):
+        request = Request(next(self.ids), prompt, max_tokens)
+        self.requests[request.rid] = request
+        return request
+""",
+    },
+    "hare_room.py": {
+        'Role(("hare:Engine.accept",), ("_", "request"), required=True)': """Role(
+        ("hare:Engine.accept",), reads={"request": lambda args, kwargs, result=None: result}
+    )""",
+        '    "send_request": Role(("hare:Scheduler.add",), ("_", "tokenized:request")),\n': "",
+    },
+}
+
+
+def test_ids_are_numbers_and_the_request_is_a_result(tmp_path: Path) -> None:
+    written(tmp_path)
+    for name, changes in OTHERWISE.items():
+        text = (tmp_path / name).read_text()
+        for before, after in changes.items():
+            assert before in text
+            text = text.replace(before, after)
+        (tmp_path / name).write_text(text)
+    assert execute(installed(tmp_path), "run.py").startswith("[19, 20, 21, 22]\n20 spans recorded")

@@ -18,6 +18,26 @@ def make_mini(folder: Path) -> Path:
     return folder
 
 
+def make_adapter(model: Path, folder: Path) -> Path:
+    """A random LoRA adapter of the small model, as PEFT saves them."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, rank = config["hidden_size"], 8
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, hidden)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(hidden, rank)
+    folder.mkdir()
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 16}
+    more = {"target_modules": ["q_proj"], "bias": "none", "base_model_name_or_path": str(model)}
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, **more}))
+    return folder
+
+
 def hugging_face_folder(gguf: Path, folder: Path, *, dtype: str = "float32") -> Path:
     """Convert the GGUF file to config, tokenizer and safetensors, for transformers and SGLang.
 

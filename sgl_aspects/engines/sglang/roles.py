@@ -67,6 +67,11 @@ def _max_tokens(request: Any) -> Any:
     return None if hasattr(request, "is_cross_encoder_request") and not tokens else tokens
 
 
+def _adapter(request: Any) -> str | None:
+    path = getattr(request, "lora_path", None)
+    return str(path) if path and not isinstance(path, list) else None
+
+
 def _stop(request: Any) -> Any:
     stop = _sampling("stop")(request)
     return [stop] if isinstance(stop, str) else stop or None
@@ -264,6 +269,7 @@ SGLANG = Engine(
         "request.rids": _rids,
         "request.is_probe": _is_probe,
         "request.is_single": "is_single",
+        "request.model": _adapter,
         "request.headers": "external_trace_header",
         "request.received_ns": _received_ns,
         "request.choice_count": _samples,

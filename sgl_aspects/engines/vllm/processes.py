@@ -24,13 +24,18 @@ def description(settings: Any) -> dict[str, Any]:
 
 
 def _describe_core(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Description:
-    return _with_rank(args, kwargs, lambda parallel: {"dp": parallel.data_parallel_rank})
+    return _with_rank(args, kwargs, lambda parallel: {"dp": _replica(parallel)})
+
+
+def _replica(parallel: Any) -> int:
+    """Return the replica's number; its rank is 0 where replicas are independent of each other."""
+    return int(getattr(parallel, "data_parallel_index", None) or parallel.data_parallel_rank)
 
 
 def _describe_worker(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Description:
     def ranks(parallel: Any) -> dict[str, int]:
         stage, rank = divmod(parallel.rank, parallel.tensor_parallel_size)
-        return {"tp": rank, "pp": stage, "dp": parallel.data_parallel_rank}
+        return {"tp": rank, "pp": stage, "dp": _replica(parallel)}
 
     return _with_rank(args, kwargs, ranks)
 

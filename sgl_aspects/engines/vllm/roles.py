@@ -11,6 +11,7 @@ import functools
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from sgl_aspects.engines.base import Engine, Outcome, Role
@@ -23,6 +24,10 @@ _OUTPUTS = f"{_ENGINE}.output_processor:OutputProcessor"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _EXECUTOR = "vllm.v1.executor.abstract:Executor+"
+_BEAMS = (
+    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
+    "vllm.entrypoints.openai.**:OpenAIServing.beam_search",
+)
 # Two classes have that name, the newer in a package `gpu`; the one for the CPU is a subclass of either.
 _RUNNER = "vllm.v1.worker.**:GPUModelRunner"
 
@@ -40,6 +45,21 @@ def _sampling(name: str) -> Any:
 def _answers(request: Any) -> int:
     """Return the requested number of answers; a request for embeddings has no sampling parameters."""
     return getattr(request.sampling_params, "n", 1) or 1
+
+
+_search_call = Role((), ("self", "_", "rid:request_id", "params", "lora:lora_request"))
+
+
+def _searcher(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
+    return args[0].engine_client
+
+
+def _search(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
+    """Return a beam search as a request: the engine gets one for each beam and token."""
+    rid, params, lora = (_search_call.reader(name)(args, kwargs) for name in ("rid", "params", "lora"))
+    return SimpleNamespace(
+        request_id=rid, external_req_id=rid, sampling_params=params, pooling_params=None, lora_request=lora
+    )
 
 
 def _choice_count(request: Any) -> int | None:
@@ -198,6 +218,9 @@ VLLM = Engine(
         **processes.ROLES,
         # In each API server's process.
         "serve_request": Role((f"{_LLM}.generate",), ("manager:self",), required=True),
+        "serve_pooling": Role((f"{_LLM}.encode",), ("manager:self",)),
+        "serve_search": Role(_BEAMS, reads={"manager": _searcher, "request": _search}),
+        "submit_request": Role((f"{_ENGINE}.llm_engine:LLMEngine.add_request",), ("manager:self",)),
         "tokenize_prompt": Role(("vllm.renderers.base:BaseRenderer.tokenize_prompt_async",)),
         # A static method; the request has its id on its exit.
         "receive_request": Role(
@@ -265,6 +288,7 @@ VLLM = Engine(
     attributes={
         "request.rids": lambda request: (request.request_id,),
         "request.is_single": lambda request: _answers(request) == 1,
+        "request.model": lambda request: getattr(request.lora_request, "lora_name", None),
         "request.shared_key": disaggregation.shared_key,
         "request.is_first_server": disaggregation.is_first_server,
         "request.response_id": _response_id,

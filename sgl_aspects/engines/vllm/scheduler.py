@@ -49,9 +49,10 @@ class Scheduled:
             if request is not None and tokens:
                 if self._transfers is not None:
                     self._transfers.prefills(request)
-                is_last = not request.is_prefill_chunk
-                self._prompts.append((rid, tokens, is_last))
-                if not is_last:
+                goes_on = request.is_prefill_chunk
+                # A request for an embedding has no answer to decode.
+                self._prompts.append((rid, tokens, not goes_on and request.pooling_params is None))
+                if goes_on:
                     self._begun[rid] = None
             if request is None or (tokens and not request.is_prefill_chunk):
                 self._begun.pop(rid, None)

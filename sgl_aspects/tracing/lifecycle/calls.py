@@ -68,6 +68,8 @@ class Call:
     ends_with_exchange: bool = False
     is_attached: bool = False
     is_group: bool = False
+    #: The engine searches for its answer by many requests of its own, which are its ``answers``.
+    is_search: bool = False
     samples: int = 1
     answers_left: int = 0
     answers: list[Call] = field(default_factory=list)
@@ -128,6 +130,7 @@ class CallTracker:
         self._is_first = reader("request.is_first_server")
         self._is_first_server = reader("manager.is_first_server")
         self._model = reader("manager.model")
+        self._requested_model = reader("request.model")
         self._description = reader("manager.description")
         self._in_flight = reader("manager.in_flight")
         self._counts = reader("outputs.counts")
@@ -156,17 +159,18 @@ class CallTracker:
             shared = key, bool(self._is_first_server(manager) or self._is_first(request))
         if origin is None:
             origin = context.of_request(headers, recorder.sample, self._parent_based, shared)
-        model = str(self._model(manager) or "unknown")
-        if not self._process.has_service and model != "unknown":
-            self._process.describe(self._description(manager) or {"service": model})
+        served = str(self._model(manager) or "unknown")
+        if not self._process.has_service and served != "unknown":
+            self._process.describe(self._description(manager) or {"service": served})
+        model = self._requested_model(request) or served
         operation = operation or str(self._operation(request) or "text_completion")
-        rid = rid or str(self._rids(request)[0])
+        rid = rid or self._rids(request)[0]
         attributes: dict[str, AttributeValue] = {
             OPERATION: operation,
             PROVIDER: self._engine.provider_name,
             REQUEST_MODEL: model,
-            RESPONSE_MODEL: model,
-            REQUEST_ID: rid,
+            RESPONSE_MODEL: served,
+            REQUEST_ID: str(rid),
             **(more or {}),
         }
         for name, read in self._attributes.items():
@@ -196,7 +200,7 @@ class CallTracker:
         for rid in rids:
             answer = Call(self._recorder.new_id(), rid, now, parent, call.name, of=call, streams=call.streams)
             answer.exchange, answer.is_attached = call.exchange, call.is_attached
-            self.live[rid] = self._begun(answer, {REQUEST_ID: rid})
+            self.live[rid] = self._begun(answer, {REQUEST_ID: str(rid)})
             call.answers.append(answer)
             call.rids.add(rid)
 
@@ -210,7 +214,7 @@ class CallTracker:
                 self._recorder.write(RequestSent(call.span_id))
 
     def _begun(self, call: Call, attributes: dict[str, AttributeValue]) -> Call:
-        begin = RequestBegin(call.span_id, call.rid, call.start_ns, *call.origin, call.name, attributes)
+        begin = RequestBegin(call.span_id, str(call.rid), call.start_ns, *call.origin, call.name, attributes)
         self._recorder.write(begin)
         return call
 
@@ -264,7 +268,7 @@ class CallTracker:
             if start_ns - self._swept_ns > _IDLE_NS:
                 self._sweep_detokenizing(start_ns)
             parts = self.detokenizing[rid] = [self._recorder.new_id(), start_ns, end_ns, 0, 0]
-            self._recorder.write(RequestSeen(parts[0], rid, start_ns))
+            self._recorder.write(RequestSeen(parts[0], str(rid), start_ns))
         elif not parts[4]:  # it was idle, and the span of its calls until then is written
             parts[1] = start_ns
         parts[2], parts[3], parts[4] = end_ns, parts[3] + busy_ns, parts[4] + 1
@@ -357,10 +361,12 @@ class CallTracker:
         prompt, output, cached = map(_total, zip(*counts)) if counts else (None, None, None)
         if call.is_group:  # a prompt counts once, for all of its samples
             prompt, cached = (total and total // call.samples for total in (prompt, cached))
+        if call.is_search and counts:
+            prompt, _, cached = counts[0]
         reasons = [one.reason for one in answers if one.reason]
         # For a non-streamed answer, only the scheduler sees the first token.
         first_ns = min((one.first_ns for one in answers if one.first_ns), default=0) if call.streams else 0
-        response_id, status = call.response_id or call.rid, None
+        response_id, status = call.response_id or str(call.rid), None
         if exchange is not None and call.of is None:
             first_ns = first_ns and (exchange.first_ns or first_ns)
             response_id = exchange.response_id or response_id

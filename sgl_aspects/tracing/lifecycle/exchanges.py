@@ -10,7 +10,8 @@ from typing import Any
 # Operations by the end of the path: OpenAI's names, Anthropic's, and the engines' own.
 _OPERATIONS = {
     "chat": ("/chat/completions", "/messages", "/responses", "/chat"),
-    "embeddings": ("/embeddings", "/embed", "/encode", "/pooling"),
+    "embeddings": ("/embeddings", "/embed", "/encode", "/pooling", "/classify"),
+    "rerank": ("/rerank", "/score"),
     "text_completion": ("/completions", "/generate"),
 }
 

@@ -95,7 +95,7 @@ class RequestTracker:
         recorder, now = self._recorder, time_ns()
         request = ScheduledRequest(recorder.new_id(), rid)
         if elsewhere is None:
-            recorder.write(RequestSeen(request.key, rid, now))
+            recorder.write(RequestSeen(request.key, str(rid), now))
         else:
             recorder.write(RequestElsewhere(request.key, *elsewhere))
         self.requests[rid] = request

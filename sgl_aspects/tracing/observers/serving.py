@@ -54,11 +54,18 @@ class ServingObserver:
         self._recorder, self._calls = trackers.recorder, trackers.calls
         self._content = options.content
         call, reader = engine.call_reader, engine.reader
-        self._manager = call("serve_request", "manager")
+        self._managers = {
+            role: call(role, "manager")
+            for role in ("serve_request", "serve_pooling", "serve_search", "submit_request")
+        }
+        self._searched = call("serve_search", "request")
         self._http = call("serve_request", "http")
         self._received = call("receive_request", "request")
         self._tokenized = call("tokenize_request", "request")
         self._sent = call("send_request", "tokenized")
+        received, sent = engine.roles.get("receive_request"), engine.roles.get("send_request")
+        #: Whether no function sends requests on, or the same that receives them.
+        self._is_sent_at_once = sent is None or (received is not None and sent.targets == received.targets)
         self._all_sent = call("send_requests", "tokenized")
         self._got = call("receive_outputs", "outputs")
         #: Whether the role's function takes the outputs as an argument; otherwise it returns them.
@@ -90,7 +97,10 @@ class ServingObserver:
 
     def observations(self) -> list[Observation]:
         return [
-            Observation("serve_request", self._serve_enter, self._serve_exit),
+            Observation("serve_request", self._serve_enter("serve_request"), self._serve_exit),
+            Observation("serve_pooling", self._serve_enter("serve_pooling"), self._serve_exit),
+            Observation("serve_search", self._search_enter, self._serve_exit),
+            Observation("submit_request", self._serve_enter("submit_request"), self._submit_exit),
             Observation("receive_request", self._receive_enter, self._receive_exit),
             *(Observation(role, self._begin_enter(role), self._begin_exit) for role in self._begun),
             Observation("tokenize_prompt", self._prompt_enter, self._tokenize_exit),
@@ -103,13 +113,41 @@ class ServingObserver:
 
     # -- the life of a request ------------------------------------------------------------------------------
 
-    def _serve_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Serving:
-        http, exchange = self._http(args, kwargs), current_exchange.get()
-        serving = _Serving(self, time_ns(), self._manager(args, kwargs), http, exchange)
-        _serving.set(serving)
+    def _serve_enter(self, role: str) -> Callable[[tuple[Any, ...], dict[str, Any]], _Serving | None]:
+        manager = self._managers[role]
+
+        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Serving | None:
+            outer = _serving.get()
+            if outer is not None and outer.call is not None and outer.call.is_search:
+                return None  # one of the requests by which that one is answered
+            http, exchange = self._http(args, kwargs), current_exchange.get()
+            serving = _Serving(self, time_ns(), manager(args, kwargs), http, exchange)
+            _serving.set(serving)
+            return serving
+
+        return enter
+
+    def _search_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Serving | None:
+        serving = self._serve_enter("serve_search")(args, kwargs)
+        if serving is not None and self._recorder.level:
+            call = serving.call = self._begin(serving, self._searched(args, kwargs))
+            call.is_group = call.is_search = True
+            call.ends_with_output = False
         return serving
 
-    def _serve_exit(self, serving: _Serving, result: Any, error: BaseException | None) -> None:
+    def _submit_exit(self, serving: _Serving, result: Any, error: BaseException | None) -> None:
+        _serving.set(None)
+        call = serving.call
+        if call is None:
+            return
+        for each in call.answers or [call]:
+            self._calls.sent(each)
+        if error is not None:
+            self._calls.leave(call, error_type(error), False)
+
+    def _serve_exit(self, serving: _Serving | None, result: Any, error: BaseException | None) -> None:
+        if serving is None:
+            return
         if _serving.get() is serving:
             _serving.set(None)
         if serving.call is not None:
@@ -118,11 +156,14 @@ class ServingObserver:
             self._calls.leave(serving.call, "cancelled" if is_closed else error_type(error), is_closed)
 
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._received(args, kwargs)
+        return args, kwargs
 
-    def _receive_exit(self, request: Any, result: Any, error: BaseException | None) -> None:
+    def _receive_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        self._receive(self._received(*token, result), error)
+
+    def _receive(self, request: Any, error: BaseException | None) -> None:
         serving = _serving.get()
-        if serving is None or serving.observer is not self:
+        if request is None or serving is None or serving.observer is not self:
             return
         if self._is_probe(request) or not self._recorder.level:
             return
@@ -140,6 +181,9 @@ class ServingObserver:
         else:
             call.rids.update(rids)
             calls.live.update(dict.fromkeys(rids, call))
+        if self._is_sent_at_once:
+            for each in call.answers or [call]:
+                calls.sent(each)
 
     def _begin(self, serving: _Serving, request: Any) -> Call:
         exchange, http = serving.exchange, serving.http
@@ -169,10 +213,7 @@ class ServingObserver:
 
         def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             request = read(args, kwargs, None)
-            self._receive_exit(request, None, None)
-            call = self._calls.live.get(self._rids(request)[0])
-            if call is not None:
-                self._calls.sent(call)
+            self._receive(request, None)
             return request
 
         return enter

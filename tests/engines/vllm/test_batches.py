@@ -92,7 +92,7 @@ def test_the_requests_of_a_batch_are_one_object_while_they_are_the_same() -> Non
 
 def test_prompts_are_known_chunk_by_chunk_though_decodes_are_mixed_in() -> None:
     scheduled = Scheduled()
-    requests = {rid: SimpleNamespace(is_prefill_chunk=False) for rid in ("a", "b")}
+    requests = {rid: SimpleNamespace(is_prefill_chunk=False, pooling_params=None) for rid in ("a", "b")}
     scheduler = SimpleNamespace(requests=requests)
 
     def schedule(message: Any, **more_to_come: bool) -> list[tuple[str, int, bool]]:

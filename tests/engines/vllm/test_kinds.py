@@ -1,0 +1,212 @@
+"""Real vLLM with requests of all kinds: embeddings, scores, adapters, beam search, and without a server (make
+test-vllm).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.support.callers import CALLER, by_trace, orphans, parent, trace_id
+from tests.support.otlp_receiver import Receiver, Span
+from tests.support.phases import engine_receiver
+from tests.support.sglang_models import make_adapter, make_mini
+from tests.support.vllm_server import ENVIRONMENT, serve
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+EMBEDDING, POOLING, SCORES, RANKS, BASE, ADAPTED, BEAMS, LIST = range(8)
+WIDTH, BEAM_TOKENS = 3, 6
+
+
+@dataclass
+class Run:
+    receiver: Receiver
+    answers: dict[int, Any]
+
+    def __post_init__(self) -> None:
+        self.traces = by_trace(self.receiver.spans)
+
+    def roots(self, number: int) -> list[Span]:
+        return [span for span in self.traces[trace_id(number)] if span.parent_id == CALLER]
+
+    def below(self, root: Span) -> Counter[str]:
+        return Counter(span.name for span in self.traces[root.trace_id] if span.parent_id == root.span_id)
+
+
+def traced(receiver: Receiver) -> dict[str, str]:
+    return {
+        "SGL_ASPECTS_TRACE": "3",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_METRIC_EXPORT_INTERVAL": "500",
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mini(tmp_path_factory.mktemp("models") / "mini")
+
+
+@pytest.fixture(scope="module")
+def pooled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A server of embeddings."""
+    with engine_receiver() as receiver:
+        log = tmp_path_factory.mktemp("pooled") / "log"
+        options = ["--runner", "pooling", "--dtype", "float32", "--enforce-eager"]
+        with serve(model, log, more=options, environment=traced(receiver)) as server:
+            name = {"model": "mini"}
+            answers = {
+                EMBEDDING: server.post("/v1/embeddings", {**name, "input": "a fox"}, parent(EMBEDDING)),
+                LIST: server.post("/v1/embeddings", {**name, "input": ["a fox", "two"]}, parent(LIST)),
+                POOLING: server.post("/pooling", {**name, "input": "a fox"}, parent(POOLING)),
+                SCORES: server.post("/score", {**name, "queries": "fox", "documents": "sea"}, parent(SCORES)),
+                RANKS: server.post(
+                    "/rerank", {**name, "query": "fox", "documents": ["sea", "dog"]}, parent(RANKS)
+                ),
+            }
+            receiver.wait_for(lambda spans: trace_id(RANKS) in {span.trace_id for span in spans})
+    return Run(receiver, answers)
+
+
+@pytest.fixture(scope="module")
+def adapted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A server of two replicas, with an adapter."""
+    folder = tmp_path_factory.mktemp("adapted")
+    adapter = make_adapter(model, folder / "adapter")
+    with engine_receiver() as receiver:
+        options = ["--dtype", "float32", "--enforce-eager", "--data-parallel-size", "2"]
+        options += ["--enable-lora", "--lora-modules", f"pirate={adapter}"]
+        environment = {**traced(receiver), "VLLM_CPU_KVCACHE_SPACE": "1"}
+        with serve(model, folder / "log", more=options, environment=environment) as server:
+            body = {"prompt": "a fox", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            beams = {"use_beam_search": True, "n": WIDTH, "max_tokens": BEAM_TOKENS}
+            answers = {
+                BASE: server.post("/v1/completions", {**body, "model": "mini"}, parent(BASE)),
+                ADAPTED: server.post("/v1/completions", {**body, "model": "pirate"}, parent(ADAPTED)),
+                BEAMS: server.post("/v1/completions", {**body, "model": "mini", **beams}, parent(BEAMS)),
+            }
+            server.chats([f"number {number}" for number in range(8)], [{}] * 8)
+            receiver.wait_for(lambda spans: sum(span.name == "chat mini" for span in spans) == 8)
+    return Run(receiver, answers)
+
+
+@pytest.mark.parametrize(
+    ("number", "operation"),
+    [
+        (EMBEDDING, "embeddings"),
+        (POOLING, "embeddings"),
+        (LIST, "embeddings"),
+        (SCORES, "rerank"),
+        (RANKS, "rerank"),
+    ],
+)
+def test_a_request_for_embeddings_is_a_request(pooled: Run, number: int, operation: str) -> None:
+    roots = pooled.roots(number)
+    prompts = 1 if number in (EMBEDDING, POOLING) else 2 if number in (LIST, SCORES) else 3
+    assert len(roots) == prompts
+    for root in roots:
+        assert not root.is_error
+        assert root.attributes["gen_ai.operation.name"] == operation
+        assert root.attributes["gen_ai.usage.output_tokens"] == 0
+        below = pooled.below(root)
+        assert {"queue", "prefill"} <= set(below)
+        assert "decode" not in below
+    total = sum(root.attributes["gen_ai.usage.input_tokens"] for root in roots)
+    assert total == pooled.answers[number]["usage"]["prompt_tokens"]
+
+
+def test_steps_of_embeddings_are_linked_to_their_requests(pooled: Run) -> None:
+    linked = {link for step in pooled.receiver.named("scheduler.step") for link in step.links}
+    for number in (EMBEDDING, POOLING, LIST, SCORES, RANKS):
+        assert {(root.trace_id, root.span_id) for root in pooled.roots(number)} <= linked
+    assert all(step.links for step in pooled.receiver.named("scheduler.step"))
+
+
+def test_embeddings_are_measured(pooled: Run) -> None:
+    points = pooled.receiver.points("gen_ai.server.request.duration")
+    counted = {point.attributes["gen_ai.operation.name"]: point.count for point in points}
+    assert counted == {"embeddings": 4, "rerank": 5}
+
+
+def test_an_adapters_request_names_the_adapter_and_its_model(adapted: Run) -> None:
+    for number, name in ((BASE, "mini"), (ADAPTED, "pirate")):
+        (root,) = adapted.roots(number)
+        assert root.name == f"text_completion {name}"
+        assert root.attributes["gen_ai.request.model"] == name == adapted.answers[number]["model"]
+        assert root.attributes["gen_ai.response.model"] == "mini"
+    points = adapted.receiver.points("gen_ai.server.request.duration")
+    assert {point.attributes["gen_ai.request.model"] for point in points} == {"mini", "pirate"}
+
+
+def test_a_beam_search_is_one_request(adapted: Run) -> None:
+    (root,) = adapted.roots(BEAMS)
+    usage = adapted.answers[BEAMS]["usage"]
+    assert root.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert root.attributes["gen_ai.request.max_tokens"] == BEAM_TOKENS
+    below = adapted.below(root)
+    assert below["text_completion mini"] >= 1 + WIDTH  # one for each beam and token
+    assert root.attributes["gen_ai.usage.output_tokens"] == below["text_completion mini"]
+    points = adapted.receiver.points("gen_ai.server.request.duration")
+    assert sum(point.count for point in points) == 3 + 8
+
+
+def test_replicas_have_their_own_names(adapted: Run) -> None:
+    ranks = {span.resource.get("sgl_aspects.rank") for span in adapted.receiver.spans}
+    assert {"dp0", "dp1"} <= ranks
+    assert {"tp0 pp0 dp0", "tp0 pp0 dp1"} <= ranks
+    assert orphans(adapted.traces) == []
+
+
+OFFLINE = """
+import sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    settings = {"served_model_name": "mini", "dtype": "float32", "max_model_len": 512}
+    engine = LLM(model=sys.argv[1], enforce_eager=True, **settings)
+    four = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
+    engine.generate(["one", "and two"], four)
+    engine.generate("three", SamplingParams(max_tokens=4, ignore_eos=True, n=2))
+    engine.chat([{"role": "user", "content": "four"}], four)
+"""
+
+
+def test_an_engine_without_a_server_has_requests(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "offline.py"
+    script.write_text(OFFLINE)
+    with engine_receiver() as receiver:
+        command = [
+            sys.executable,
+            "-m",
+            "sgl_aspects",
+            "run",
+            "--level",
+            "2",
+            "--endpoint",
+            receiver.endpoint,
+        ]
+        command += ["--", sys.executable, str(script), str(model)]
+        settings = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=400, check=False
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        receiver.wait_for(lambda spans: any(span.name == "scheduler.step" for span in spans))
+    roots = [span for span in receiver.spans if not span.parent_id and span.name.endswith(" mini")]
+    assert Counter(root.attributes["gen_ai.usage.output_tokens"] for root in roots) == {4: 3, 8: 1}
+    assert not any(span.is_error for span in receiver.spans)
+    assert Counter(span.name for span in receiver.spans)["decode"] == 5
+    steps = receiver.named("scheduler.step")
+    assert steps
+    assert all(step.links for step in steps)
