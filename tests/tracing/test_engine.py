@@ -35,8 +35,7 @@ from tests.support.tiny_models import make_llama, make_tokenizer
 with_torch = ForkedContext()
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-REQUEST = "chat tiny"
-COMPLETION = "text_completion tiny"
+REQUEST, COMPLETION = "chat tiny", "text_completion tiny"
 CHILDREN = {"tokenize", "queue", "prefill", "decode", "detokenize"}
 STEPS = {"scheduler.step", "schedule", "run_batch", "process_result"}
 SECRET = "xylophone-quartz"

@@ -60,7 +60,7 @@ def drive(server: Server, receiver: Receiver) -> None:
         for number in MANY:
             pool.submit(generate, server, number, 10, 260)
     with ThreadPoolExecutor(16) as pool:
-        pool.submit(generate, server, DISPLACED[0], 20, 400, priority=1)
+        pool.submit(generate, server, DISPLACED[0], 20, 700, priority=1)
         receiver.wait_for(lambda spans: bool(spans))
         time.sleep(0.3)
         pool.submit(generate, server, DISPLACED[1], 100, 300, priority=9)
@@ -79,13 +79,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     with engine_receiver() as receiver:
         prefix = [sys.executable, "-m", "sgl_aspects", "run", "--level", "2"]
         prefix += ["--endpoint", receiver.endpoint, "--"]
-        more = [
-            "--chunked-prefill-size",
-            str(CHUNK),
-            "--max-total-tokens",
-            str(MEMORY),
-            "--enable-mixed-chunk",
-        ]
+        more = ["--chunked-prefill-size", str(CHUNK), "--enable-mixed-chunk"]
+        # It admits as many as may fit, and learns only later that they do not.
+        more += ["--max-total-tokens", str(MEMORY), "--schedule-conservativeness", "0.1"]
         more += ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "2"]
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
         with serve(
