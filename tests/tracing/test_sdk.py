@@ -215,7 +215,7 @@ def _attributes(values: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
         sorted(
             (key, type(value).__name__ if isinstance(value, float) else str(value))
             for key, value in values.items()
-            if not key.startswith("gen_ai.latency.time_")
+            if not key.startswith(("gen_ai.latency.time_", "sgl_aspects.latency."))
         )
     )
 
