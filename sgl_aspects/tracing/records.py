@@ -23,20 +23,11 @@ def error_type(error: BaseException | None) -> str:
     return "" if error is None else type(error).__qualname__
 
 
-class Id(str):
-    """The type of an attribute with a text that seldom repeats: it is never a definition of a ring."""
-
-
-class Ids(list[str]):
-    """The type of an attribute with a list of one such text."""
-
-
 @dataclass(frozen=True, eq=False)
 class SpanType:
     """A kind of span: its name, and the types of its attributes, in order.
 
-    A value of another type than its attribute's costs time, and an integer becomes a float where that is the
-    type. Any value may be None. ``object`` stands for a type that is known when the value is.
+    Any value may be None. ``object`` stands for a type that is known when the value is.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_aspects.tracing.records import Id, Ids, SpanType
+from sgl_aspects.tracing.records import SpanType
 
 # -- attributes: OpenTelemetry's GenAI conventions ------------------------------------------------------
 
@@ -109,13 +109,11 @@ SPANS_DROPPED = "sgl_aspects.spans.dropped"
 
 # -- spans of a request --------------------------------------------------------------------------------
 
-#: Types of a request's attributes that are known when it begins, where their values do not tell.
-BEGIN_TYPES: dict[str, type] = {"": Id, REQUEST_ID: Id, HEADER_REQUEST_ID: Ids}
 #: Its name is its operation and the model.
 REQUEST = SpanType(
     "request",
     {
-        RESPONSE_ID: Id,
+        RESPONSE_ID: str,
         FINISH_REASONS: list,
         TIME_TO_FIRST_CHUNK: float,
         INPUT_TOKENS: int,
@@ -164,7 +162,7 @@ SAMPLE = SpanType("sample")
 PROCESS_RESULT = SpanType("process_result")
 
 _TOKENS: dict[str, type] = {KV_TOKENS: int}
-_SHAPE: dict[str, type] = {SHAPE: Id}
+_SHAPE: dict[str, type] = {SHAPE: str}
 #: Level 4: role → its span, below a step.
 DETAILS = {
     "cache_match": SpanType("cache.match", {KV_TOKENS: int, KV_HIT_TOKENS: int}),

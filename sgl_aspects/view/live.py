@@ -21,7 +21,7 @@ from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.collect.rings import rings
 from sgl_aspects.tracing.export.step_time import AddedTime
-from sgl_aspects.tracing.record.decoder import DamagedError
+from sgl_aspects.tracing.record.codec import DamagedError
 from sgl_aspects.tracing.record.format import SUFFIX
 from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
 

@@ -23,11 +23,13 @@ from sgl_aspects.tracing.collect.join import Joiner
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
+from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.record import format as ring_format
-from sgl_aspects.tracing.record.decoder import DamagedError
+from sgl_aspects.tracing.record.codec import DamagedError
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanEnd, SpanType
-from tests.support.rings import PLAIN, read_all, record_everything
+from tests.support.rings import PLAIN, TEXT, read_all, record_everything
 
 SLOTS = 256
 GOOD = 150  # of the spans that the good file ends with
@@ -56,8 +58,8 @@ def export_all(folder: Path) -> list[ReadableSpan]:
     """Reads, joins and encodes what a run folder holds, and dumps it in every format, in seconds of work."""
     started = time.process_time()
     reader = RunReader(str(folder))
-    spans: list[ReadableSpan] = []
-    joiner = Joiner(Resource({}), lambda span: spans.append(span.readable()), joins_partial=True)
+    collected: list[CollectedSpan] = []
+    joiner = Joiner(Resource({}), collected.append, joins_partial=True)
     found = list(reader.poll())
     while reader.has_more:
         found += reader.poll()
@@ -66,7 +68,9 @@ def export_all(folder: Path) -> list[ReadableSpan]:
     for writer in reader.writers.values():
         joiner.writer_gone(writer)
     joiner.finish()
+    spans = [span.readable() for span in collected]
     encode_spans(spans).SerializeToString()
+    SpanEncoder().encode(collected)
     reader.close()
     for path in folder.glob("*.ring"):
         try:
@@ -202,62 +206,63 @@ _JSON = st.recursive(
 )
 _IDS = st.sampled_from([0, 1, 2, 3, (1 << 64) - 1, 1 << 64, -1]) | st.integers(0, 1 << 63)
 _TEXTS = st.text(max_size=30) | st.sampled_from(["r1", "\ud800", "a\nb\x1b[31m", "x" * 3000])
-_TEXT_RECORDS = st.one_of(
+_RECORDS = st.one_of(
     st.tuples(
-        st.just("R"),
+        st.just("request"),
         *(_IDS, _TEXTS, _IDS, st.integers(0, 1 << 129), _IDS, st.booleans(), _TEXTS, st.booleans(), _TEXTS),
         st.dictionaries(_TEXTS, _JSON, max_size=4),
     ),
-    st.tuples(st.just("A"), _IDS, _TEXTS, _IDS),
+    st.tuples(st.just("seen"), _IDS, _TEXTS, _IDS),
     st.tuples(
-        st.just("S"),
-        *(_TEXTS, st.lists(_TEXTS, max_size=4), _IDS, _IDS, _IDS, _IDS, _IDS),
+        st.sampled_from([1, 2]),  # the definitions of plain spans and of texts
+        *(_IDS, _IDS, _IDS, _IDS, _IDS),
         st.lists(_JSON, max_size=5),
         _TEXTS,
         st.lists(_IDS, max_size=4),
     ),
-    st.lists(_JSON, max_size=6),
+    st.tuples(_TEXTS | st.sampled_from(["begin", "sent", "elsewhere", "process", "group", 1, -5]), _JSON),
+    st.tuples(st.sampled_from(["seen", "begin", 1]), *[_IDS | st.floats()] * 5),
+    st.lists(_JSON, max_size=6).map(tuple),
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(records=st.lists(_TEXT_RECORDS, min_size=1, max_size=12))
-def test_records_in_text_that_say_anything(tmp_path: Path, records: list[Any]) -> None:
-    """Complete and marked, but ids, times, names and values are of any kind: a broken writer."""
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(records=st.lists(_RECORDS, min_size=1, max_size=12))
+def test_records_that_say_anything(tmp_path: Path, records: list[Any]) -> None:
+    """Complete and with a checksum, but ids, times, names and values are of any kind: a broken writer."""
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     (tmp_path / "run").mkdir()
     recorder = RingRecorder(str(tmp_path / "run"))
     recorder.spans(PLAIN)(1000, 1000, 0, 1, 2, [1])
+    recorder.spans(TEXT)(1002, 1000, 0, 1, 2, ["text"])
     for record in records:
-        recorder._write_text(list(record))
+        recorder._put(record)
     recorder.spans(PLAIN)(1001, 1001, 0, 1, 2, [1])
     recorder.close()
     spans = export_all(tmp_path / "run")
     assert {1000, 1001} <= {span.context.span_id for span in spans if span.context}
 
 
-_LAYOUTS = st.tuples(
-    _TEXTS | _JSON,
-    st.lists(_TEXTS, max_size=4) | _JSON,
-    st.text("ifbt", max_size=30) | st.sampled_from(["i)\nimport os", "i;", "{0}"]) | _JSON,
-    st.booleans() | _JSON,
-    st.integers(-1, 30) | _JSON,
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    definitions=st.lists(
+        st.tuples(_TEXTS, st.dictionaries(_TEXTS, st.sampled_from(["int", "float", "str", "type"]) | _JSON))
+        | _JSON,
+        min_size=1,
+        max_size=12,
+    )
 )
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(layouts=st.lists(_LAYOUTS, min_size=1, max_size=12))
-def test_layouts_that_say_anything(tmp_path: Path, layouts: list[Any]) -> None:
-    """Readers are generated from layouts: a damaged one is refused, and spans of the others are read."""
+def test_definitions_that_say_anything(tmp_path: Path, definitions: list[Any]) -> None:
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     (tmp_path / "run").mkdir()
     recorder = RingRecorder(str(tmp_path / "run"))
     recorder.spans(PLAIN)(1000, 1000, 0, 1, 2, [1])
-    for layout in layouts:
-        index = recorder._define("L", json.dumps(layout))
-        assert index is not None
-        head = ring_format.KIND_SPAN | index << ring_format.HEAD_SHIFT
-        recorder._slots.fill(ring_format.BEGIN.pack_into, head, 5, 5, 0, 1)
+    file = recorder._open_file()
+    assert file is not None
+    for definition in definitions:
+        number = file.define(json.dumps(definition))
+        assert number is not None
+        recorder._put((number, 5, 5, 0, 1, 2, ("text", 1, 0.5), "", ()))
     recorder.spans(PLAIN)(1001, 1001, 0, 1, 2, [1])
     recorder.close()
     spans = export_all(tmp_path / "run")
@@ -267,20 +272,23 @@ def test_layouts_that_say_anything(tmp_path: Path, layouts: list[Any]) -> None:
 def test_a_part_without_end_is_given_up(tmp_path: Path) -> None:
     """A writer that never ends its records takes no more of the reader's memory than a limit."""
     recorder = RingRecorder(str(tmp_path))
+    recorder.open()
     reader = RunReader(str(tmp_path))
-    piece = b"[" * ring_format.TEXT_BYTES
-    write = recorder._slots.fill
-    for number in range(60_000):
-        assert write(ring_format.TEXT.pack_into, ring_format.KIND_PART, number, 1 << 31, 1, piece)
-        assert write(ring_format.LINKS.pack_into, ring_format.KIND_LINKS, 2, *range(29))
-        if number % 5000 == 0:
+    piece = b"[" * ring_format.PART_BYTES
+    for count in range(100_000):
+        try:
+            number, memory, offset = recorder.free_slots.take()
+        except StopIteration:
             read_all(reader)
+            assert recorder._slots.make_room()
+            continue
+        kind = ring_format.KIND_RECORD
+        ring_format.SLOT.pack_into(memory, offset, kind, count % 2, 9, 1, 1, count // 2, piece, number)
+    read_all(reader)
     recorder.spans(PLAIN)(3, 3, 0, 1, 2, [1])
     assert [record for record in read_all(reader) if isinstance(record, SpanEnd)][-1].span_id == 3
     (ring,) = reader.writers.values()
-    decoder = ring._decoder
-    assert sum(map(len, decoder._texts.values())) <= 1 << 17
-    assert sum(map(len, decoder._links.values())) <= 1 << 16
+    assert sum(map(len, ring._decoder._parts.values())) <= 1 << 16
     recorder.close()
     reader.close()
 

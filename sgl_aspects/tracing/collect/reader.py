@@ -5,6 +5,7 @@ Nothing in a file is trusted: a process may have died at any point of its writin
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from sgl_aspects.tracing.record import format as layout
-from sgl_aspects.tracing.record.decoder import DamagedError, Decoder
+from sgl_aspects.tracing.record.codec import DamagedError, Decoder
 from sgl_aspects.tracing.records import Record, SpanEnd
 
 # Slots read at once, and slots read to check for new records, which is frequent.
@@ -28,7 +29,11 @@ _WORDS = layout.HEADER_BYTES // 8
 
 
 class RingReader:
-    """One process's ring. ``taken`` is the number of the last record that was read."""
+    """One process's ring. ``taken`` is the number of the last record that was read.
+
+    :raises DamagedError: it is no ring of this version.
+    :raises PermissionError: it is another user's.
+    """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
@@ -43,7 +48,7 @@ class RingReader:
         self.is_exhausted = False  # its process is gone and everything is read
         try:
             self._check()
-        except DamagedError:
+        except (DamagedError, OSError):
             os.close(self._descriptor)
             raise
         self.taken = self._first_taken()
@@ -52,7 +57,12 @@ class RingReader:
         self.lost = max(0, self.taken - self._header()[layout.WORD_DELIVERED])
 
     def _check(self) -> None:
-        size = os.fstat(self._descriptor).st_size
+        status = os.fstat(self._descriptor)
+        size = status.st_size
+        if status.st_uid != os.geteuid():  # also for root: what another user wrote is not decoded
+            raise PermissionError(
+                errno.EPERM, f"it is user {status.st_uid}'s: read it as that user", str(self.path)
+            )
         if size < layout.SLOTS_OFFSET:
             raise DamagedError(f"{self.path} is too short for a ring")
         words = self._header()

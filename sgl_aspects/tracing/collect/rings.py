@@ -10,7 +10,7 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.run.folder import runs
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.record import format as layout
-from sgl_aspects.tracing.record.decoder import DamagedError
+from sgl_aspects.tracing.record.codec import DamagedError
 
 
 def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[RingReader]:
@@ -53,7 +53,7 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
     if not readable:
         raise ConfigError(
             f"{found[0].parent}: none of its rings can be read: they are damaged, of another version of "
-            "sgl-aspects, or another user's"
+            "sgl-aspects, or another user's (run the command as that user)"
         )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sgl_aspects.run.folder import CLOSING
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.record import format as layout
-from sgl_aspects.tracing.record.decoder import DamagedError
+from sgl_aspects.tracing.record.codec import DamagedError
 from sgl_aspects.tracing.records import Record
 
 if TYPE_CHECKING:

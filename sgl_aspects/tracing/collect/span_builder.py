@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.reader import RingReader as Writer
 from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, RootContext
-from sgl_aspects.tracing.record.decoder import encodable
+from sgl_aspects.tracing.record.codec import encodable
 from sgl_aspects.tracing.records import UNFINISHED, SpanEnd
 from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
 from sgl_aspects.tracing.variables import SpanLimits

@@ -18,7 +18,6 @@ from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from sgl_aspects.tracing.export.span import SCOPE, UNSET, CollectedSpan, RootContext
-from sgl_aspects.tracing.records import Id
 from sgl_aspects.tracing.schema import REQUEST_ID, RESPONSE_ID
 
 _DOUBLE = struct.Struct("<d").pack
@@ -133,30 +132,15 @@ def _ids(key: str) -> _Encoder:
     return encode
 
 
-class _Lists:
-    """Like :func:`_values`, for lists and any other type; of a list that is met again, the same object."""
-
-    def __init__(self, key: str) -> None:
-        self._key = _field(b"\x0a", key.encode())
-        self._kept: dict[int, tuple[Any, bytes]] = {}  # by the id of the list, which is kept alive
-
-    def __call__(self, value: Any) -> bytes:
-        if value is None:
-            return b""
-        found = self._kept.get(id(value))
-        if found is None:
-            found = value, _field(b"\x4a", self._key + _field(b"\x12", _value(value)))
-            if len(found[1]) <= _LONGEST_KEPT:
-                if len(self._kept) >= _MOST_KEPT:
-                    self._kept.clear()
-                self._kept[id(value)] = found
-        return found[1]
+def _lists(key: str) -> _Encoder:
+    """Like :func:`_values`, without a cache, for lists and any other type."""
+    start = _field(b"\x0a", key.encode())
+    return lambda value: b"" if value is None else _field(b"\x4a", start + _field(b"\x12", _value(value)))
 
 
 _OF_TYPE: dict[type, Callable[[str], _Encoder]] = {
     **dict.fromkeys((str, int, bool), _values),
     float: _doubles,
-    Id: _ids,
 }
 
 
@@ -167,9 +151,8 @@ class _Attributes(dict[tuple[str, type], _Encoder]):
         if len(self) >= _MOST_KEPT:
             self.clear()
         key, kind = key_and_type
-        if kind is str and key in _IDS:
-            kind = Id
-        self[key_and_type] = found = _OF_TYPE.get(kind, _Lists)(key)
+        make = _ids if kind is str and key in _IDS else _OF_TYPE.get(kind, _lists)
+        self[key_and_type] = found = make(key)
         return found
 
 

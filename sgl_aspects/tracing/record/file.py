@@ -77,9 +77,9 @@ class RingFile:
         for word, value in enumerate(control, layout.WORD_LEVEL):
             self.words[word] = value
 
-    def define(self, kind: str, text: str) -> int | None:
+    def define(self, text: str) -> int | None:
         """Add a definition and return its number, from 1 on; None if it does not fit. Not thread-safe."""
-        data = (kind + text).encode("utf-8", "replace")
+        data = text.encode()
         start = self.words[layout.WORD_DEFINITIONS_END]
         end = start + _LENGTH.size + len(data)
         if end > layout.DEFINITIONS_BYTES:

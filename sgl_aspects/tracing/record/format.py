@@ -6,10 +6,9 @@ import struct
 
 from sgl_aspects.run.control import OFFSET
 from sgl_aspects.run.control import SAMPLE_ALL as SAMPLE_ALL
-from sgl_aspects.tracing.records import Id, Ids
 
 MAGIC = b"SGLARING"
-VERSION = 5
+VERSION = 6
 SUFFIX = ".ring"
 
 HEADER_BYTES = 4096
@@ -47,72 +46,21 @@ OPEN_STEPS_WORD = 64
 OPEN_STEPS = (HEADER_BYTES // 8 - OPEN_STEPS_WORD) // (SLOT_BYTES // 8)
 
 # Kinds of records: the first byte of a slot. 0: the slot is empty.
-KIND_VOID, KIND_SPAN, KIND_BEGIN, KIND_SENT, KIND_LINKS, KIND_PART, KIND_LONG = range(1, 8)
-KIND_STEP, KIND_GROUP, KIND_REQUEST, KIND_SEEN = range(8, 12)
+KIND_RECORD, KIND_STEP = 1, 2
 
-# The first word of a slot: kind in the lowest byte, a 32-bit number in the upper half.
-HEAD_SHIFT = 32
-
-# Capacity of a span's own slot for values and links.
-SPAN_WORDS = 25
-LINKS_WORDS = 29
-#: head, span id, root id, parent id, start; SENT uses the span id alone.
-BEGIN = struct.Struct(f"<5Q{SLOT_BYTES - 48}xQ")
-LINKS = struct.Struct(f"<2Q{LINKS_WORDS}QQ")
-#: kind, number of this part or (LONG) of the parts before, bytes of the whole text, key, text.
-TEXT_BYTES = SLOT_BYTES - 24
-TEXT = struct.Struct(f"<BxHIQ{TEXT_BYTES}sQ")
-#: head, key, time, request id: as in Pascal, its length comes first, in a byte.
-SEEN_BYTES = SLOT_BYTES - 32
-SEEN = struct.Struct(f"<3Q{SEEN_BYTES}pQ")
+#: A record's slot: kind; this part's number, and the number of parts; bytes and checksum of the whole; the
+#: number of the first part's slot; the part; the mark, which is the slot's number.
+PART_BYTES = SLOT_BYTES - 32
+SLOT = struct.Struct(f"<BxHHxxIIQ{PART_BYTES}sQ")
+MOST_PARTS = (1 << 16) - 1
 MARK = struct.Struct("<Q")
 MARK_OFFSET = SLOT_BYTES - 8
-
-#: How each code of a span's values is packed: integer, float, boolean, text and list of texts (the number of
-#: the definition, 0: none). The last two, an id and a list of one id, are in the slot's ids.
-CODES = {"i": "q", "f": "d", "b": "q", "t": "Q", "l": "Q", "s": "", "o": ""}
-CODE_OF: dict[type, str] = {
-    int: "i",
-    float: "f",
-    bool: "b",
-    str: "t",
-    tuple: "l",
-    list: "l",
-    Id: "s",
-    Ids: "o",
-}
-#: The number for None. As a float it is as exact.
-NONE = (1 << 63) - 1024
-
-
-def span_words(codes: str) -> int:
-    """The words of a span's values and ids, which leave one for the error."""
-    words = sum(CODES[code] != "" for code in codes)
-    return words if words == len(codes) else max(words + 1, SPAN_WORDS - 1)
-
-
-def ids_bytes(codes: str) -> int:
-    """The bytes of a span's ids, the one with their length included; 0 for codes without ids."""
-    words = sum(CODES[code] != "" for code in codes)
-    return 0 if words == len(codes) else (span_words(codes) - words) * 8
-
-
-def span_struct(codes: str, has_error: bool, links: int) -> struct.Struct:
-    """head, span id, root id, parent id, start, end, one word a value, error, links, ids, mark.
-
-    The ids are one text, a zero byte between two, none of them empty: that is one without a value.
-    """
-    packed = "".join(CODES[code] for code in codes) + "Q" * (has_error + links)
-    size = ids_bytes(codes)
-    ids = f"{size}p" if size else ""
-    padding = (SPAN_WORDS - len(packed)) * 8 - size
-    return struct.Struct(f"<6Q{packed}{ids}{padding}xQ")
 
 
 # -- a step: one record for all of its spans ------------------------------------------------------------
 
 #: The words of a step, in its block of the header while it is open and in its slot when it has ended.
-#: Times are nanoseconds, 0: not yet. ``GROUP``: the ``KIND_GROUP`` records with this key hold the links.
+#: Times are nanoseconds, 0: not yet. ``GROUP``: the group record with this key holds the links.
 (
     STEP_HEAD,
     STEP_SPAN_ID,

@@ -1,7 +1,7 @@
 """The flight recorder: one memory-mapped ring of fixed-size records for each traced process.
 
-A span is one ``pack_into`` of numbers: no thread, no lock, no encoding, no system call. The collector can
-read it even if the process is killed the next moment. docs/recorder.md describes the file.
+A span is a few calls of C functions: no thread, no lock, no system call. The collector can read it even if
+the process is killed the next moment. docs/recorder.md describes the file.
 
 It is safe without a lock because two operations are atomic under the GIL: taking the next number from a range
 iterator, and packing a slot. The slot's last field, its mark, is written last: a slot whose mark is not its
@@ -11,44 +11,26 @@ ahead drops the newest record and counts it.
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from zlib import crc32
 
 from sgl_aspects.run.control import Control, run_control
 from sgl_aspects.tracing.context import enter_span
+from sgl_aspects.tracing.record import codec
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.file import RingFile
 from sgl_aspects.tracing.record.open_steps import OpenSteps
 from sgl_aspects.tracing.record.recorder import SpanWriter, id_source
 from sgl_aspects.tracing.record.slots import Slots
-from sgl_aspects.tracing.record.span_writers import Layouts, codes_of, make_writer, shape, writer_by_values
-from sgl_aspects.tracing.records import (
-    Event,
-    ProcessDescribed,
-    RequestBegin,
-    RequestElsewhere,
-    RequestSeen,
-    SpanEnd,
-    SpanType,
-)
-from sgl_aspects.tracing.schema import BEGIN_TYPES, REQUEST_ID
+from sgl_aspects.tracing.records import AttributeValue, Event, SpanType
 
-# Values that JSON cannot represent (a tensor's number given as a seed, say) are written as text.
-_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
-# A text is defined at its second occurrence: ids that occur once do not fill the definitions.
-_TEXTS_MET = 4096
-_LONGEST_TEXT = 200
-# Cap on defined groups of attribute names, such as those of requests.
-_NAMES_DEFINED = 64
-# Cap on combinations of a request's attributes and their types, each with a layout.
-_REQUEST_LAYOUTS = 64
-_LOW_HALF = (1 << 64) - 1
+_pack, _encode, _are_plain = layout.SLOT.pack_into, codec.encode, codec.PLAIN.issuperset
+_class_of = type
 
 
 class RingRecorder:
@@ -67,13 +49,7 @@ class RingRecorder:
         self._slots = Slots(self._open_file, self._ring_is_full)
         #: The slots of the compiled path of a decode step.
         self.free_slots = self._slots.free
-        self._writers: dict[SpanType, SpanWriter] = {}
-        self._layouts: dict[SpanType, Layouts] = {}
-        self._begins: dict[SpanType, int] = {}  # the first word of their slots
-        self._texts: dict[Any, int] = {}  # and of lists, as tuples that begin with their type
-        self._requests: dict[tuple[Any, ...], SpanWriter] = {}
-        self._names: dict[tuple[str, ...], int] = {}  # types of records written as text
-        self._met: set[str] = set()
+        self._definitions: dict[SpanType | str, int] = {}  # of this process's file
         self._begin()
         weak = weakref.ref(self)
 
@@ -89,13 +65,7 @@ class RingRecorder:
         self._lock = threading.RLock()  # for opening and defining only
         self._file: RingFile | None = None
         self._open_steps(self._steps_in_memory())
-        # Of one file; the writers keep references to these dictionaries.
-        self._begins.clear()
-        self._names.clear()
-        self._texts.clear()
-        self._texts[None] = 0
-        for layouts in self._layouts.values():
-            layouts.clear()
+        self._definitions.clear()
 
     def _after_fork(self) -> None:
         # The parent's ring belongs to the parent: closing the copy here does not release its lock.
@@ -141,74 +111,65 @@ class RingRecorder:
 
     def spans(self, type: SpanType) -> SpanWriter:
         """Return the writer of spans of this type."""
-        with self._lock:
-            if type not in self._writers:
-                self._writers[type] = self._make_writer(type)
-            return self._writers[type]
 
-    def _make_writer(self, type: SpanType, record: str = "S") -> SpanWriter:
-        if object in type.attributes.values() and record == "S":
-            return writer_by_values(type, self._make_writer)
-        return make_writer(
-            codes_of(type) or "",
-            self._slots,
-            self._texts,
-            self._layouts.setdefault(type, {}),
-            functools.partial(self._learn, record, type),
-            functools.partial(self._write_as_text, record, type),
-        )
+        def write(
+            span_id: int,
+            root_id: int,
+            parent_id: int,
+            start_ns: int,
+            end_ns: int,
+            values: Sequence[AttributeValue] = (),
+            error: str = "",
+            links: Sequence[int] = (),
+        ) -> None:
+            number = self._definitions.get(type) or self._define(type)
+            if not _are_plain(map(_class_of, values)):
+                values = codec.plain(values)
+            if number:
+                self._put(
+                    (number, span_id, root_id, parent_id, start_ns, end_ns, (*values,), error, (*links,))
+                )
+
+        return write
 
     def write(self, event: Event) -> None:
-        if isinstance(event, RequestBegin):
-            self._write_request(*event)
-        elif isinstance(event, RequestSeen):
-            key, request_id, time_ns = event
-            data = request_id.encode("utf-8", "surrogatepass")
-            if len(data) < layout.SEEN_BYTES:
-                self._slots.fill(layout.SEEN.pack_into, layout.KIND_SEEN, key, time_ns, data)
-            else:
-                self._write_text(["A", *event])
-        elif isinstance(event, RequestElsewhere):
-            self._write_text(["E", *event])
-        elif isinstance(event, ProcessDescribed):
-            self._write_text(["P", *event])
-        else:
-            self._slots.fill_begin(layout.KIND_SENT, event.span_id, 0, 0, 0)
-
-    def _write_request(
-        self,
-        span_id: int,
-        request_id: str,
-        start_ns: int,
-        trace_id: int,
-        parent_id: int,
-        sampled: bool,
-        trace_state: str,
-        remote: bool,
-        name: str,
-        attributes: Mapping[str, Any],
-    ) -> None:
-        """Write a request like a span; if its id is none of the attributes, under an empty name."""
-        if attributes.get(REQUEST_ID) != request_id:
-            attributes = {**attributes, "": request_id}
-        kinds = (*attributes, *map(type, attributes.values()))
-        write = self._requests.get(kinds) or self._request_writer(kinds, attributes)
-        values = (sampled | remote << 1, name, *attributes.values())
-        write(span_id, trace_id >> 64, trace_id & _LOW_HALF, parent_id, start_ns, values, trace_state, ())
-
-    def _request_writer(self, kinds: tuple[Any, ...], attributes: Mapping[str, Any]) -> SpanWriter:
-        types = {key: BEGIN_TYPES.get(key, type(value)) for key, value in attributes.items()}
-        kind = SpanType("", {" flags": int, " name": str, **types})
-        with self._lock:
-            if len(self._requests) >= _REQUEST_LAYOUTS:
-                return functools.partial(self._write_as_text, "R", kind)
-            writer = self._requests[kinds] = self._writers[kind] = self._make_writer(kind, "R")
-            return writer
+        self._put((codec.NAMES[type(event)], *map(codec.plain, event)))
 
     def announce(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
-        head = self._begins.get(type) or self._declare_begin(type)
-        if head:
-            self._slots.fill_begin(head, span_id, root_id, parent_id, start_ns)
+        number = self._definitions.get(type) or self._define(type)
+        if number:
+            self._put((codec.BEGIN, number, span_id, root_id, parent_id, start_ns))
+
+    def _put(self, record: tuple[Any, ...]) -> bool:
+        """Write a record, in one slot if it fits; False if there was no room."""
+        data = _encode(record)
+        size = len(data)
+        if size > layout.PART_BYTES:
+            return self._put_in_parts(data)
+        try:
+            number, memory, offset = self._slots.take()
+        except StopIteration:
+            return self._slots.make_room() and self._put(record)
+        _pack(memory, offset, layout.KIND_RECORD, 0, 1, size, crc32(data), number, data, number)
+        return True
+
+    def _put_in_parts(self, data: bytes) -> bool:
+        pieces = [data[at : at + layout.PART_BYTES] for at in range(0, len(data), layout.PART_BYTES)]
+        if len(pieces) > layout.MOST_PARTS:
+            self._slots.drop()
+            return False
+        head, first, part = (len(pieces), len(data), crc32(data)), 0, 0
+        while part < len(pieces):
+            try:
+                number, memory, offset = self._slots.take()
+            except StopIteration:
+                if not self._slots.make_room():
+                    return False
+                continue
+            first = first or number
+            _pack(memory, offset, layout.KIND_RECORD, part, *head, first, pieces[part], number)
+            part += 1
+        return True
 
     def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
         """Return None: a ring has no objects for spans."""
@@ -229,17 +190,23 @@ class RingRecorder:
 
     def text(self, text: str) -> int:
         """Return the number of a text in this process's file."""
+        return self._definitions.get(text) or self._define(text)
+
+    def _define(self, what: SpanType | str) -> int:
+        """Add a definition to the file, if it is not there; 0 if there is no room, or no file any more."""
         with self._lock:
-            if text not in self._texts:
-                index = self._define("T", text[:_LONGEST_TEXT])
-                if index is None:
+            file = self._open_file()
+            if what not in self._definitions and file is not None:
+                number = file.define(codec.definition(what))
+                if number is None:
+                    self._slots.drop()
                     return 0
-                self._texts[text] = index
-            return self._texts[text]
+                self._definitions[what] = number
+            return self._definitions.get(what, 0)
 
     def write_group(self, key: int, links: Sequence[int]) -> bool:
         """Write the keys of the requests that steps of this group link to."""
-        return self._write_links(layout.KIND_GROUP, key, links)
+        return self._put((codec.GROUP, key, (*links,)))
 
     def end_step(self, steps: OpenSteps, block: int) -> None:
         """Copy the step into a slot."""
@@ -269,127 +236,9 @@ class RingRecorder:
         with self._lock:
             self._closed = True
             self._slots.close()
-            self._writers.clear()  # they refer to this recorder: without them it is freed at once
-            self._requests.clear()
             file, self._file = self._file, None
             if file is not None:
                 # Another thread may be packing now: the memory is released with its last reference.
                 self._control = 0, 0, 0
                 self._open_steps(self._steps_in_memory())
                 file.end(layout.DETACHED if detaches else layout.CLOSED)
-
-    def _learn(self, record: str, type: SpanType, *fields: Any) -> None:
-        """Prepare a span with a new text or layout, too few values, or many links, then write it."""
-        span = SpanEnd(type, *fields)
-        values = [*span.values[: len(type.attributes)]]
-        values += [None] * (len(type.attributes) - len(values))
-        links, has_error = span.links, span.error != ""
-        own = layout.span_words(codes_of(type) or "") + has_error
-        if own <= layout.SPAN_WORDS < own + len(links):
-            if not self._write_links(layout.KIND_LINKS, span.span_id, links):
-                return
-            links = ()
-        span = span._replace(values=values, links=links)
-        texts = [
-            (value, kind)
-            for value, kind in zip(values, type.attributes.values())
-            if kind in (str, list, tuple)
-        ]
-        if self._declare(record, type, len(links), has_error) and self._define_texts(
-            [*texts, (span.error or None, str)]
-        ):
-            self.spans(type)(*span[1:])
-        else:
-            self._write_as_text(record, *span)
-
-    def _declare(self, record: str, type: SpanType, links: int, has_error: bool) -> bool:
-        """Declare a layout for spans with ``links`` links; False if it does not fit."""
-        with self._lock:
-            layouts = self._layouts.setdefault(type, {})
-            if shape(links, has_error) in layouts:
-                return True
-            codes = codes_of(type)
-            if codes is None or layout.span_words(codes) + has_error + links > layout.SPAN_WORDS:
-                return False
-            index = self._define("L", _encode([type.name, [*type.attributes], codes, has_error, links]))
-            if index is None:
-                return False
-            head = (layout.KIND_SPAN if record == "S" else layout.KIND_REQUEST) | index << layout.HEAD_SHIFT
-            layouts[shape(links, has_error)] = layout.span_struct(codes, has_error, links).pack_into, head
-            return True
-
-    def _declare_begin(self, type: SpanType) -> int:
-        """Return the first word of the slots that announce such a span; 0 if it does not fit."""
-        index = self._define("L", _encode([type.name, [*type.attributes], "", False, 0]))
-        if index is None:
-            return 0
-        head = self._begins[type] = layout.KIND_BEGIN | index << layout.HEAD_SHIFT
-        return head
-
-    def _define_texts(self, texts: Sequence[tuple[Any, type]]) -> bool:
-        """Define the texts and lists of texts; False unless each is one or None, and has a number."""
-        defined = [
-            text is None
-            or (kind is str and isinstance(text, str) and self._define_text(text, "T", text))
-            or (
-                kind is not str
-                and text.__class__ in (list, tuple)
-                and all(isinstance(each, str) for each in text)
-                and self._define_text((text.__class__, *text), "J", _encode(text))
-            )
-            for text, kind in texts
-        ]
-        return all(defined)
-
-    def _define_text(self, key: Any, kind: str, text: str) -> bool:
-        with self._lock:
-            if key in self._texts:
-                return True
-            if text not in self._met or len(text) > _LONGEST_TEXT:
-                if len(self._met) >= _TEXTS_MET:
-                    self._met.clear()
-                self._met.add(text[:_LONGEST_TEXT])
-                return False
-            index = self._define(kind, text)
-            if index is not None:
-                self._texts[key] = index
-            return index is not None
-
-    def _define(self, kind: str, text: str) -> int | None:
-        with self._lock:
-            file = self._open_file()
-            return None if file is None else file.define(kind, text)
-
-    def _write_links(self, kind: int, key: int, links: Sequence[int]) -> bool:
-        for start in range(0, len(links), layout.LINKS_WORDS):
-            some = links[start : start + layout.LINKS_WORDS]
-            padding = [0] * (layout.LINKS_WORDS - len(some))
-            if not self._slots.fill(layout.LINKS.pack_into, kind, key, *some, *padding):
-                return False
-        return True
-
-    def _write_as_text(self, record: str, type: SpanType, *fields: Any) -> None:
-        self._write_text([record, type.name, self._names_of(type.attributes), *fields])
-
-    def _names_of(self, attributes: Mapping[str, Any]) -> int | list[str]:
-        """Return the number of the group of names; the names if there is no room or they are too many."""
-        names = (*attributes,)
-        index = self._names.get(names)
-        if index is None:
-            if len(self._names) >= _NAMES_DEFINED:
-                return [*names]
-            index = self._names[names] = self._define("L", _encode(["", names, "", False, 0])) or 0
-        return index or [*names]
-
-    def _write_text(self, record: list[Any]) -> None:
-        """Write a record as JSON over as many slots as it needs; the last one marks it as complete."""
-        data = _encode(record).encode()
-        key, size = self.new_id(), layout.TEXT_BYTES
-        pieces = [data[start : start + size] for start in range(0, len(data), size)]
-        if len(pieces) > 1 << 16:
-            self._slots.drop()
-            return
-        for index, piece in enumerate(pieces):
-            kind = layout.KIND_PART if index + 1 < len(pieces) else layout.KIND_LONG
-            if not self._slots.fill(layout.TEXT.pack_into, kind, index, len(data), key, piece):
-                return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import struct
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -70,35 +69,6 @@ class Slots:
         if file is not None:
             with self._lock:
                 file.words[layout.WORD_DROPPED] += 1
-
-    def fill(self, pack_into: Callable[..., None], *fields: Any) -> bool:
-        """Pack a record into the next free slot, or skip it if it does not fit; False if none is free."""
-        try:
-            number, memory, offset = self.take()
-        except StopIteration:
-            return self.make_room() and self.fill(pack_into, *fields)
-        try:
-            pack_into(memory, offset, *fields, number)
-        except struct.error:
-            self.void(number, memory, offset)
-        return True
-
-    def fill_begin(self, head: int, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
-        """``fill`` for records of each step: variadic arguments would take half of its time."""
-        try:
-            number, memory, offset = self.take()
-        except StopIteration:
-            if self.make_room():
-                self.fill_begin(head, span_id, root_id, parent_id, start_ns)
-            return
-        try:
-            layout.BEGIN.pack_into(memory, offset, head, span_id, root_id, parent_id, start_ns, number)
-        except struct.error:
-            self.void(number, memory, offset)
-
-    def void(self, number: int, memory: Any, offset: int) -> None:
-        """Fill a slot whose record could not be packed, so that the reader does not wait for it."""
-        layout.BEGIN.pack_into(memory, offset, layout.KIND_VOID, 0, 0, 0, 0, number)
 
     def _hand_out(self, last: int, memory: Any, offset: int) -> None:
         self.free.hand_out(self._last + 1, last, memory, offset)

@@ -6,7 +6,7 @@
 #define WORD_LEVEL 32ull
 #define WORD_SAMPLE 34ull
 #define SAMPLE_ALL 4294967296ull
-#define KIND_STEP 8ull
+#define KIND_STEP 2ull
 #define MARK_OFFSET 248ull
 #define STEP_FIELDS 25ull
 #define STEP_HEAD 0ull

@@ -1,0 +1,332 @@
+"""Records as bytes and back: :mod:`marshal` of plain values with a checksum, in as many slots as it takes.
+
+Only a step has a form of its own (:mod:`.steps`). Nothing that is read is trusted: damage is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import numbers
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from zlib import crc32
+
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record.steps import spans_of
+from sgl_aspects.tracing.records import (
+    ProcessDescribed,
+    Record,
+    RequestBegin,
+    RequestElsewhere,
+    RequestSeen,
+    RequestSent,
+    SpanBegin,
+    SpanEnd,
+    SpanType,
+)
+
+#: The values that need no conversion.
+PLAIN = frozenset((int, float, str, bool, type(None)))
+#: The first field of each record but a span's, which is the number of its type.
+BEGIN, GROUP = "begin", "group"
+NAMES: dict[type, str] = {
+    RequestBegin: "request",
+    RequestSent: "sent",
+    RequestSeen: "seen",
+    RequestElsewhere: "elsewhere",
+    ProcessDescribed: "process",
+}
+_MARSHAL_VERSION = 2  # without references, which take longer; the same in every version of Python
+_NONE = type(None)
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in (int, float, bool, str, list, object)}
+# Caps on parts of records whose end has not come, and on groups of requests that steps link to: a scheduler
+# has one at a time, or one for each pipeline stage. Above them, the oldest are given up.
+_PENDING_PARTS = 1 << 16
+_GROUPS = 256
+# Cap on kept combinations of a type of spans and the classes of its values.
+_TYPES = 1024
+_LONGEST_TEXT = 200
+_STEP = struct.Struct(f"<{layout.STEP_WORDS}Q")
+# Raised for damaged data.
+_ERRORS = (ValueError, TypeError, LookupError, EOFError, MemoryError, RecursionError, struct.error)
+_new: Any = tuple.__new__
+
+
+class DamagedError(ValueError):
+    """Raised for damaged data; caught in the readers."""
+
+
+def encode(record: tuple[Any, ...]) -> bytes:
+    """Encode a tuple of plain values, or lists and dictionaries of these."""
+    return marshal.dumps(record, _MARSHAL_VERSION)
+
+
+def plain(value: Any) -> Any:
+    """Return the value in a form that :func:`encode` takes; as a text where it has no other."""
+    if value.__class__ in PLAIN:
+        return value
+    if isinstance(value, Mapping):
+        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [*map(plain, value)]
+    if isinstance(value, str):
+        return str.__str__(value)  # of an enumeration the value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else str(value)
+
+
+def definition(what: SpanType | str) -> str:
+    """Encode a type of spans, or a text, for a ring's definitions."""
+    if isinstance(what, str):
+        return json.dumps(what[:_LONGEST_TEXT])
+    known = ((name, kind if kind in _KINDS.values() else object) for name, kind in what.attributes.items())
+    return json.dumps([what.name, {name: kind.__name__ for name, kind in known}])
+
+
+def encodable(value: Any) -> Any:
+    """Return valid UTF-8, numbers of 64 bits, or lists of these: one bad value would cost its whole batch."""
+    kind = value.__class__
+    if kind is str:
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    if value is None or kind is float or kind is bool or (kind is int and -(1 << 63) <= value < 1 << 63):
+        return value
+    if kind is list or kind is tuple:
+        return [encodable(str(each) if isinstance(each, (list, tuple)) else each) for each in value]
+    return encodable(str(value))
+
+
+def _encodable_dict(attributes: dict[Any, Any]) -> dict[str, Any]:
+    return {encodable(str(key)): encodable(value) for key, value in attributes.items() if value is not None}
+
+
+class Decoder:
+    """The definitions of one ring, and its incomplete records.
+
+    ``read_definitions``: returns the definitions' bytes written so far. ``clock_offset``: added to the ring's
+    times to get Unix time, in nanoseconds. ``last_ns``: the latest time read.
+    """
+
+    def __init__(self, read_definitions: Callable[[], bytes], clock_offset: int) -> None:
+        self._read_definitions = read_definitions
+        self._clock_offset = clock_offset
+        self.last_ns = 0
+        self._definitions: list[SpanType | str | None] = [None]
+        self._definitions_end = 0
+        self._types: dict[tuple[Any, ...], SpanType] = {}  # by the definition and the classes of the values
+        self._parts: dict[int, list[bytes]] = {}
+        self._part_count = 0
+        self._groups: dict[int, tuple[int, ...]] = {}
+
+    def decode(self, data: bytes, positions: Iterable[int]) -> tuple[list[Record], int]:
+        """Decode the slots at these positions: the records, and the number of damaged ones."""
+        records: list[Record] = []
+        damaged = 0
+        for position in positions:
+            try:
+                if data[position] == layout.KIND_STEP:
+                    records += self._step(data, position)
+                else:
+                    record = self._record(data, position)
+                    if record is not None:
+                        records.append(record)
+            except _ERRORS:
+                damaged += 1
+        return records, damaged
+
+    def open_step(self, data: bytes, position: int) -> list[SpanEnd]:
+        """Decode the spans of a step that is open in the header; none for a free block."""
+        if data[position] != layout.KIND_STEP:
+            return []
+        try:
+            return self._step(data, position)
+        except _ERRORS as error:
+            raise DamagedError(str(error)) from error
+
+    def _step(self, data: bytes, position: int) -> list[SpanEnd]:
+        words = [*_STEP.unpack_from(data, position)]
+        for word in range(layout.SCHEDULE_START, layout.PROCESS_END + 1):
+            if words[word]:
+                words[word] = self._time(words[word])
+        links = self._groups.get(words[layout.STEP_GROUP], ())
+        return spans_of(words, self._text, links, self.last_ns)
+
+    def _record(self, data: bytes, position: int) -> Record | None:
+        kind, part, parts, size, checksum, first, content, _ = layout.SLOT.unpack_from(data, position)
+        if kind != layout.KIND_RECORD or part >= parts:
+            raise DamagedError(f"a record of kind {kind}, part {part} of {parts}")
+        if parts != 1:
+            content = self._joined(first, part, parts, content)
+            if content is None:
+                return None
+        content = content[:size]
+        if crc32(content) != checksum:
+            raise DamagedError("a record with another checksum")
+        name, *fields = marshal.loads(content)
+        if name.__class__ is int:
+            return self._span(name, *fields)
+        read, kinds = _READERS[name]
+        if len(fields) != len(kinds) or not all(map(isinstance, fields, kinds)):
+            raise DamagedError(f"fields of the wrong type in a record {name!r}")
+        return read(self, *fields)
+
+    def _joined(self, first: int, part: int, parts: int, content: bytes) -> bytes | None:
+        """Keep a part of a record; return the whole with the last one. ``first``: the number of its first."""
+        found = self._parts.pop(first, [])
+        self._part_count -= len(found)
+        if len(found) != part:
+            raise DamagedError("a part of a record is missing")
+        found.append(content)
+        if len(found) == parts:
+            return b"".join(found)
+        self._parts[first] = found
+        self._part_count += len(found)
+        while self._part_count > _PENDING_PARTS:
+            self._part_count -= len(self._parts.pop(next(iter(self._parts))))
+        return None
+
+    def _span(
+        self,
+        number: int,
+        span_id: int,
+        root_id: int,
+        parent_id: int,
+        start: int,
+        end: int,
+        values: Any,
+        error: str,
+        links: Any,
+    ) -> SpanEnd:
+        _check(span_id | root_id | parent_id, *links)
+        if error.__class__ is not str:
+            raise DamagedError(f"an error of {error!r}")
+        values = [
+            # Most are valid: checking is faster than calling.
+            value
+            if value.__class__ is float or (value.__class__ is str and value.isascii())
+            else encodable(value)
+            for value in values
+        ]
+        key = number, *map(type, values)
+        kind = self._types.get(key) or self._type_of(key)
+        start, end = self._time(start), self._time(end)
+        error = error if error.isascii() else encodable(error)
+        fields = kind, span_id, root_id, parent_id, start, end, values, error, [*links]
+        # The same as SpanEnd(…), in a third of the time.
+        span: SpanEnd = _new(SpanEnd, fields)
+        return span
+
+    def _begin(self, number: int, span_id: int, root_id: int, parent_id: int, start: int) -> SpanBegin:
+        _check(span_id | root_id | parent_id)
+        return SpanBegin(self._type(number), span_id, root_id, parent_id, self._time(start))
+
+    def _request(self, *fields: Any) -> RequestBegin:
+        begin = RequestBegin(*fields)
+        _check(begin.span_id | begin.parent_id, trace_id=begin.trace_id)
+        start_ns, name = self._time(begin.start_ns), encodable(begin.name)
+        return begin._replace(start_ns=start_ns, name=name, attributes=_encodable_dict(begin.attributes))
+
+    def _sent(self, span_id: int) -> RequestSent:
+        return RequestSent(span_id)
+
+    def _seen(self, key: int, request_id: str, time_ns: int) -> RequestSeen:
+        _check(key)
+        return RequestSeen(key, request_id, self._time(time_ns))
+
+    def _elsewhere(self, key: int, trace_id: int, span_id: int, sampled: bool) -> RequestElsewhere:
+        _check(key | span_id, trace_id=trace_id)
+        return RequestElsewhere(key, trace_id, span_id, sampled)
+
+    def _process(self, attributes: dict[str, Any]) -> ProcessDescribed:
+        return ProcessDescribed(_encodable_dict(attributes))
+
+    def _group(self, key: int, links: tuple[int, ...]) -> None:
+        _check(key, *links)
+        self._groups[key] = links
+        if len(self._groups) > _GROUPS:
+            del self._groups[next(iter(self._groups))]
+
+    def _time(self, time: int) -> int:
+        """Return a ring's time as Unix time."""
+        time += self._clock_offset
+        if time >> 63:
+            raise DamagedError(f"a time of {time}")
+        if time > self.last_ns:
+            self.last_ns = time
+        return time
+
+    def _type_of(self, key: tuple[Any, ...]) -> SpanType:
+        """Return the type for values of these classes: an attribute's type is that of its value."""
+        number, *kinds = key
+        type = self._type(number)
+        named = zip(type.attributes.items(), kinds)
+        others = {name: kind for (name, known), kind in named if kind not in (known, _NONE)}
+        if others:
+            type = SpanType(type.name, {**type.attributes, **others})
+        if len(self._types) >= _TYPES:
+            self._types.clear()
+        self._types[key] = type
+        return type
+
+    def _type(self, number: int) -> SpanType:
+        found = self._defined(number)
+        if found.__class__ is not SpanType:
+            raise DamagedError(f"definition {number} is not a type of spans")
+        return found
+
+    def _text(self, number: int) -> str:
+        found = self._defined(number)
+        if found.__class__ is not str:
+            raise DamagedError(f"definition {number} is not a text")
+        return found
+
+    def _defined(self, number: int) -> Any:
+        if number >= len(self._definitions):
+            self._definitions += self._new_definitions()
+        return self._definitions[number]
+
+    def _new_definitions(self) -> Iterator[SpanType | str | None]:
+        data = self._read_definitions()
+        while self._definitions_end + 4 <= len(data):
+            start = self._definitions_end + 4
+            size = int.from_bytes(data[start - 4 : start], "little")
+            if start + size > len(data):
+                break
+            self._definitions_end = start + size
+            yield _parse_definition(data[start : start + size])
+
+
+_READERS: dict[str, tuple[Callable[..., Record | None], tuple[type, ...]]] = {
+    BEGIN: (Decoder._begin, (int, int, int, int, int)),
+    GROUP: (Decoder._group, (int, tuple)),
+    "request": (Decoder._request, (int, str, int, int, int, bool, str, bool, str, dict)),
+    "sent": (Decoder._sent, (int,)),
+    "seen": (Decoder._seen, (int, str, int)),
+    "elsewhere": (Decoder._elsewhere, (int, int, int, bool)),
+    "process": (Decoder._process, (dict,)),
+}
+
+
+def _parse_definition(data: bytes) -> SpanType | str | None:
+    """Decode a definition; None for a damaged one, since those after it keep their numbers."""
+    try:
+        found = json.loads(data)
+        if isinstance(found, str):
+            return str(encodable(found))
+        name, attributes = found
+        return SpanType(
+            encodable(str(name)), {encodable(key): _KINDS[kind] for key, kind in attributes.items()}
+        )
+    except (*_ERRORS, AttributeError):
+        return None
+
+
+def _check(*ids: int, trace_id: int = 1) -> None:
+    """Raise ``DamagedError`` for a number that is too large or negative."""
+    for each in ids:
+        if each >> 64:
+            raise DamagedError(f"an id of {each}")
+    if trace_id >> 128 or not trace_id:
+        raise DamagedError(f"a trace id of {trace_id}")
