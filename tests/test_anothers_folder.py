@@ -36,7 +36,7 @@ def test_root_does_not_change_another_users_run(folders: Shared, capsys: pytest.
         os.chown(path, NOBODY, NOBODY)
     before = (run / ring.name).read_bytes()
     assert main(["control", "--run", str(run), "--level", "1"]) == 2
-    assert "only its own user can change a run" in capsys.readouterr().err
+    assert "or another user's (run the command as that user)" in capsys.readouterr().err
     assert (run / ring.name).read_bytes() == before
     assert [path.name for path in run.iterdir()] == [ring.name]
 

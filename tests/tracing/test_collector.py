@@ -394,7 +394,7 @@ def test_the_run_folder_is_kept_on_request(monkeypatch: pytest.MonkeyPatch, tmp_
     with attach(file=str(tmp_path / "traces.jsonl")) as session:
         begin(session, "r1")()
     (kept,) = Path(session.run_folder).glob("*.ring")
-    assert b'"r1"' in kept.read_bytes()
+    assert b"r1" in kept.read_bytes()
     subprocess.run(["rm", "-r", session.run_folder], check=True)
 
 
