@@ -18,7 +18,7 @@ from sgl_aspects.engines import Engine, find_engines
 from sgl_aspects.tracing import TraceSession, attach
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.lifecycle.requests import Chunk
-from sgl_aspects.tracing.lifecycle.steps import figure, pack_queues, usage_figure
+from sgl_aspects.tracing.lifecycle.steps import figure, usage_figure
 from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.view.live import LiveRun
@@ -50,8 +50,7 @@ def live(engine: Engine, session: TraceSession) -> None:
         step.words[step.block + layout.FORWARD_START] = start + 1000
         step.words[step.block + layout.FORWARD_END] = step.words[step.block + layout.RUN_END] = start + 2000
         step.words[step.block + layout.STEP_NUMBER] = figure(number)
-        figures = figure(3), figure(1), usage_figure(0.25)
-        pack_queues(step.steps.memory, step.offset + 8 * layout.STEP_WAITING, *figures)
+        step.store_queues(figure(3), figure(1), usage_figure(0.25))
         step.words[step.block + layout.PROCESS_START] = start + 3000
         trackers.steps.launched(step, step)
         trackers.steps.end(step, start + 4000)

@@ -34,7 +34,6 @@ from sgl_aspects.tracing.record.recorder import Recorder, SpanWriter, first_id, 
 from sgl_aspects.tracing.record.steps import CHILD_STARTS, CHILD_TYPES
 from sgl_aspects.tracing.records import AttributeValue
 
-pack_begin, pack_queues = layout.STEP_BEGIN.pack_into, layout.STEP_QUEUES.pack_into
 # Cap on spans of details that precede a step, since there may be no step.
 _MOST_DETAILS = 1000
 
@@ -42,23 +41,38 @@ _MOST_DETAILS = 1000
 class Step(native.Step):
     """A batch from its launch to its result. ``id`` 0: untraced, with figures for the metrics only.
 
-    ``words[block + …]`` are its timestamps and figures (:mod:`..record.format`), at ``offset`` in the memory.
+    ``words[block + …]`` are its timestamps and figures (:mod:`..record.format`).
     ``child``: its open child span, 0: none. ``batch``, ``result``: keys for the processing of the result.
     ``prefill``: the observer's chunks of prompts; ``events``: the device's. Objects are reused: a decode step
     allocates none.
     """
 
-    __slots__ = ()
-
+    batch: Any
+    result: Any
+    prefill: Any
+    events: Any
     opened: tuple[int, Fields] | None
     spans: dict[int, Fields]
 
     def __init__(self, steps: OpenSteps, block: int) -> None:
-        self.steps, self.words, self.block, self.offset = steps, steps.words, block, block * 8
+        self.steps, self.words, self.block = steps, steps.words, block
         self.id = self.child = 0
         self.batch = self.result = self.prefill = self.events = self.opened = None
         self.is_announced, self.is_recorded = False, True
         self.spans = {}
+
+    def store(self, values: dict[int, int]) -> None:
+        """Begin the step's record: these words, and 0 in the others."""
+        words, block = self.words, self.block
+        words[block] = 0  # free while it changes
+        for word in range(1, layout.STEP_FIELDS):
+            words[block + word] = values.get(word, 0)
+        words[block] = KIND_STEP
+
+    def store_queues(self, waiting: int, running: int, usage: int) -> None:
+        """Store the figures of the queues and of the KV cache, encoded."""
+        first = self.block + layout.STEP_WAITING
+        self.words[first], self.words[first + 1], self.words[first + 2] = waiting, running, usage
 
 
 def figure(number: int | None) -> int:
@@ -71,9 +85,9 @@ def usage_figure(usage: float | None) -> int:
     return 0 if usage is None else int(usage * layout.KV_USAGE_UNIT) + 1
 
 
-def _mark(event: Any) -> native.Mark:
+def _mark(event: Any) -> Any:
     """Return the event's mark for C code; zeros if only Python can record the event."""
-    mark = native.Mark()
+    mark: Any = native.Mark()
     mark.owner = event
     mark.function, mark.elapsed, mark.event = event.recorder() or (0, 0, 0)
     return mark
@@ -94,6 +108,7 @@ class StepTracker(native.Tracker):
     late: list[Step]
     details: list[tuple[SpanWriter, int, int, Sequence[AttributeValue], str]]
     spare: list[Step]
+    spare_events: list[Any]
 
     def __init__(self, recorder: Recorder, measures: bool = False) -> None:
         self.schedule_start = self.schedule_end = self.group = self.mode_text = self.untimed = 0
@@ -145,18 +160,17 @@ class StepTracker(native.Tracker):
             self._mode, self.mode_text = mode, self._recorder.text(mode)
         start = self.schedule_start
         self.schedule_start = 0
-        pack_begin(
-            steps.memory,
-            step.offset,
-            KIND_STEP,
-            step_id,
-            self.group,
-            start,
-            self.schedule_end if start else 0,
-            now,
-            self.mode_text,
-            size + 1,
-            tokens + 1,
+        step.store(
+            {
+                layout.STEP_SPAN_ID: step_id,
+                layout.STEP_GROUP: self.group,
+                layout.SCHEDULE_START: start,
+                layout.SCHEDULE_END: self.schedule_end if start else 0,
+                layout.RUN_START: now,
+                layout.STEP_MODE: self.mode_text,
+                layout.STEP_SIZE: figure(size),
+                layout.STEP_TOKENS: figure(tokens),
+            }
         )
         step.id, step.batch, step.child = step_id, batch, CHILD_RUN_BATCH
         self.running = step
@@ -256,16 +270,20 @@ class StepTracker(native.Tracker):
         """Record an idle scheduler, for the metrics."""
         steps = self._recorder.steps
         try:
-            block = steps.take()
+            step = Step(steps, steps.take())
         except IndexError:
             return
         now = time_ns()
-        pack_begin(steps.memory, block * 8, KIND_STEP, 0, 0, now, 0, 0, 0, 1, 0)
-        figures = figure(waiting), figure(running), usage_figure(usage)
-        pack_queues(steps.memory, block * 8 + 8 * layout.STEP_WAITING, *figures)
-        steps.words[block + PROCESS_END] = now
-        self._recorder.end_step(steps, block)
-        steps.give_back(block)
+        step.store(
+            {
+                layout.SCHEDULE_START: now,
+                layout.STEP_SIZE: figure(0),
+                PROCESS_END: now,
+            }
+        )
+        step.store_queues(figure(waiting), figure(running), usage_figure(usage))
+        self._recorder.end_step(steps, step.block)
+        steps.give_back(step.block)
 
     # -- the device's time ----------------------------------------------------------------------------------
 

@@ -25,8 +25,8 @@ from sgl_aspects.tracing.record.format import (
     RUN_END,
     SAMPLE_END,
     SAMPLE_START,
+    STEP_DEVICE_NAME,
     STEP_GRAPH,
-    STEP_LABEL,
     STEP_MODE,
 )
 from sgl_aspects.tracing.records import error_type
@@ -34,19 +34,22 @@ from sgl_aspects.tracing.records import error_type
 logger = logging.getLogger(__name__)
 
 _FAILED = 1 << CHILD_FORWARD
-pack_label, LABEL = STEP_LABEL.pack_into, 8 * STEP_GRAPH
 
 
 class ForwardObserver(native.ForwardPath):
     """Stores the timestamps of ``forward`` and ``sample`` in the running step, with the device's time.
 
     A nested pass (a draft model's) belongs to the outer one. Outside a step (a warm-up, the capture of a
-    graph) nothing is stored. Written for a decode step of a fast engine, which evicts the caches: few
-    instructions, few objects.
+    graph) nothing is stored. The compiled path, where available, handles plain passes and calls these methods
+    for the others.
     """
 
     tracker: StepTracker
     step: Step | None
+    events: Any
+    stream: Any
+    met_runner: Any
+    met_steps: Any
 
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine
@@ -92,14 +95,14 @@ class ForwardObserver(native.ForwardPath):
         step = self.tracker.running
         if step is None or not step.id or self.step is not None:
             return None
-        at = self.runner_at
-        runner = args[at] if at < len(args) else self._runner(args, kwargs)
+        runner = self._runner(args, kwargs)
         if runner is not self.met_runner or step.steps is not self.met_steps:
             self._meet(runner, step)
         step.child = CHILD_FORWARD
         block = step.block
         step.words[block + FORWARD_START] = time_ns()
-        pack_label(step.steps.memory, step.offset + LABEL, self.eager_text, self.device_text)
+        step.words[block + STEP_GRAPH] = self.eager_text
+        step.words[block + STEP_DEVICE_NAME] = self.device_text
         if self.has_events:
             tracker, is_expected = self.tracker, self.expects & _mode_bit(step)
             self.replays += bool(is_expected)

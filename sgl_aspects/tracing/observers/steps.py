@@ -27,7 +27,6 @@ from sgl_aspects.tracing.record.format import (
 )
 from sgl_aspects.tracing.records import error_type
 
-pack_queues, QUEUES = layout.STEP_QUEUES.pack_into, 8 * layout.STEP_WAITING
 # Disaggregated engines schedule in functions of their own.
 _SCHEDULES = ("schedule", "schedule_prefill", "schedule_decode")
 
@@ -40,6 +39,9 @@ class StepObserver(native.StepPath):
     """
 
     tracker: StepTracker
+    busy: Any
+    mode: Any
+    reqs: Any
 
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine
@@ -51,13 +53,9 @@ class StepObserver(native.StepPath):
         self.busy = None  # the scheduler, while the latest metrics show it at work
         call, reader = engine.call_reader, engine.reader
         self._ran = call("run_batch", "batch")
-        self.ran_at = engine.position("run_batch", "batch")
         self._processing = call("process_batch_result", "scheduler")
         self._processed_batch = call("process_batch_result", "batch")
         self._result = call("process_batch_result", "result")
-        self.processing_at = engine.position("process_batch_result", "scheduler")
-        self.processed_at = engine.position("process_batch_result", "batch")
-        self.result_at = engine.position("process_batch_result", "result")
         self._receiving = call("receive_messages", "scheduler")
         self._mode_and_reqs = engine.values_reader("batch", ("mode", "reqs"))
         self._mode_name = reader("mode.name") if engine.has("mode.name") else str
@@ -82,7 +80,12 @@ class StepObserver(native.StepPath):
         # Times of release: callers may have the answer before the result is processed.
         self._released = call("release_request", "req")
         self._released_ns: dict[str, int] = {}
-        # What the compiled path reads of a batch: the name of an attribute, or a function of the batch.
+        # For the compiled path: positions of arguments, and what to read of a batch, the name of an attribute
+        # or a function of the batch.
+        self.ran_at = engine.position("run_batch", "batch")
+        self.processing_at = engine.position("process_batch_result", "scheduler")
+        self.processed_at = engine.position("process_batch_result", "batch")
+        self.result_at = engine.position("process_batch_result", "result")
         names = ("mode", "reqs", "step_id", "shared_id")
         sources = [self._source(engine, f"batch.{name}") for name in names]
         self.mode_source, self.reqs_source, self.number_source, self.id_source = sources
@@ -254,19 +257,15 @@ class StepObserver(native.StepPath):
         tracker = self.tracker
         if not tracker.in_flight:
             return None
-        count, at = len(args), self.result_at
-        result = args[at] if at < count else self._result(args, kwargs)
-        at = self.processed_at
-        batch = args[at] if at < count else self._processed_batch(args, kwargs)
-        step = tracker.take(batch, result)
+        batch = self._processed_batch(args, kwargs)
+        step = tracker.take(batch, self._result(args, kwargs))
         if step is None:
             return None
         step.words[step.block + PROCESS_START] = now
         step.child = CHILD_PROCESS_RESULT
         tracker.running = step
         step.batch = batch
-        at = self.processing_at
-        step.result = args[at] if at < count else self._processing(args, kwargs)
+        step.result = self._processing(args, kwargs)
         if step.prefill:
             self._released_ns.clear()  # of requests that were preempted, with their memory released
             for chunk in step.prefill:
@@ -298,7 +297,7 @@ class StepObserver(native.StepPath):
             self.waiting, self.running = figure(waiting), figure(running)
             self.usage = usage_figure(self._kv_usage(scheduler))
             bridge_opentelemetry()  # OpenTelemetry may have been imported meanwhile
-        pack_queues(step.steps.memory, step.offset + QUEUES, self.waiting, self.running, self.usage)
+        step.store_queues(self.waiting, self.running, self.usage)
         if error is not None:
             tracker.fail(step, 1 << CHILD_PROCESS_RESULT, error_type(error))
         if self.measures:

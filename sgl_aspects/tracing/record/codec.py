@@ -228,10 +228,12 @@ class Decoder:
         return SpanBegin(self._type(number), span_id, root_id, parent_id, self._time(start))
 
     def _request(self, *fields: Any) -> RequestBegin:
-        span_id, request_id, start, trace_id, parent_id, *caller, name, attributes = fields
+        span_id, request_id, start, trace_id, parent_id, sampled, state, remote, name, attributes = fields
         _check(span_id | parent_id, trace_id=trace_id)
-        times = span_id, request_id, self._time(start), trace_id, parent_id
-        return RequestBegin(*times, *caller, encodable(name), _encodable_dict(attributes))
+        return RequestBegin(
+            *(span_id, request_id, self._time(start), trace_id, parent_id, sampled, state, remote),
+            *(encodable(name), _encodable_dict(attributes)),
+        )
 
     def _sent(self, span_id: int) -> RequestSent:
         return RequestSent(span_id)

@@ -91,12 +91,6 @@ MARK_OFFSET = SLOT_BYTES - 8
 STEP_WORDS = SLOT_BYTES // 8
 #: Figures are stored plus one, so that 0 is "unknown": numbers, nanoseconds, and the usage in millionths.
 KV_USAGE_UNIT = 1_000_000
-#: How a step begins: head, span id, group, schedule's start and end, run's start; mode, size and tokens.
-STEP_BEGIN = struct.Struct("<6Q56x3Q128x")
-#: Known at its end, from ``STEP_WAITING`` on: waiting, running, usage.
-STEP_QUEUES = struct.Struct("<3Q")
-#: Its forward pass, from ``STEP_GRAPH`` on: graph mode, name of the device.
-STEP_LABEL = struct.Struct("<2Q")
 
 #: The spans of a step by number: in their ids, and as bits of ``STEP_FAILED``.
 CHILD_SCHEDULE, CHILD_RUN_BATCH, CHILD_FORWARD, CHILD_SAMPLE, CHILD_PROCESS_RESULT = range(1, 6)

@@ -101,7 +101,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *steps, *words, *batch, *result, *prefill, *events, *opened, *spans;
     unsigned long long id;
-    Py_ssize_t block, offset, child;
+    Py_ssize_t block, child;
     char is_announced, is_recorded;
 } Step;
 
@@ -335,7 +335,7 @@ COLLECTED(Slots, mapped, 1)
 
 static PyMemberDef Step_members[] = {
     OBJECT(Step, steps), OBJECT(Step, words), OBJECT(Step, batch), OBJECT(Step, result),
-    OBJECT(Step, prefill), OBJECT(Step, events), OBJECT(Step, opened), OBJECT(Step, spans), NUMBER(Step, id), SIZE(Step, block), SIZE(Step, offset), SIZE(Step, child),
+    OBJECT(Step, prefill), OBJECT(Step, events), OBJECT(Step, opened), OBJECT(Step, spans), NUMBER(Step, id), SIZE(Step, block), SIZE(Step, child),
     FLAG(Step, is_announced), FLAG(Step, is_recorded), END};
 static PyMethodDef Step_methods[] = {{NULL, NULL, 0, NULL}};
 COLLECTED(Step, steps, 8)
