@@ -12,7 +12,7 @@ BUILT := pyproject.toml constraints.txt setup.py $(wildcard sgl_aspects/tracing/
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-slow test-faults coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang \
-	test-surroundings test-surroundings-short sglang-wheels sglang-version test-attach vllm-env test-vllm test-integration cluster-env test-cluster
+	test-surroundings test-surroundings-short sglang-wheels sglang-version test-attach vllm-env test-vllm test-integration docs cluster-env test-cluster
 
 help:
 	@echo "make demo    a traced engine serves eight prompts of a small real model"
@@ -32,6 +32,7 @@ help:
 	@echo "make test-attach   attach to running programs with ptrace, and let go of them"
 	@echo "make test-vllm   real vLLM on the CPU, in an environment of its own (.vllm-venv, 2.5 GB)"
 	@echo "make test-integration   spans in Phoenix, metrics in Prometheus (.integration-venv, 0.9 GB)"
+	@echo "make docs    the pages as a site with search, in site/"
 	@echo "make clean   remove .venv and build output"
 
 demo: $(VENV)/.demo
@@ -195,8 +196,20 @@ $(BACKENDS)/.ready: tests/requirements/backends.txt
 		|| echo "no prometheus on PATH, and no Debian package to be had: its test is skipped"
 	@touch $@
 
+# The pages as a site, in site/; a link that leads nowhere is an error.
+DOCS := .docs-venv
+
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+$(DOCS)/.ready: tests/requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/requirements/docs.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-core-* $(SGLANG_VENV) $(SGLANG_WHEELS) $(VLLM_VENV) $(BACKENDS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-core-* $(SGLANG_VENV) $(SGLANG_WHEELS) $(VLLM_VENV) $(BACKENDS) $(DOCS) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	rm -f sgl_aspects/tracing/record/native/*.so
 
 $(BIN)/python:
