@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from sgl_aspects.analysis.spans import Span
 from sgl_aspects.tracing import schema
@@ -78,6 +79,17 @@ class Explanation:
     def ranked(self) -> list[tuple[Cause, float]]:
         """Return causes with their seconds, the longest first."""
         return sorted(self.seconds.items(), key=lambda each: -each[1])
+
+
+class Gap(NamedTuple):
+    """The time between two tokens of a request; ``step`` brought the second."""
+
+    step: Span
+    start_ns: int
+
+    @property
+    def seconds(self) -> float:
+        return max(0, self.step.end_ns - self.start_ns) / 1e9
 
 
 @dataclass
@@ -204,6 +216,35 @@ class Causes:
                 has_decoded, was_preempted = True, False
             now = end
         found.add(phase if phase is not Cause.HOST else Cause.DELIVERY, request.end_ns - now)
+        return found
+
+    def gaps(self, request: Span) -> list[Gap]:
+        """Return the times between the request's tokens, the first of which begins its decode phase.
+
+        A step that makes several tokens for a request (speculation) is one gap. Empty at level 1.
+        """
+        found: list[Gap] = []
+        latest = 0
+        for span in (each for each in self._phases(request) if each.name == _DECODE):
+            now = latest or span.start_ns  # it goes on after it was preempted
+            for step in self._scheduler_of(span).ended(span.start_ns, span.end_ns):
+                is_first = step.span.start_ns <= span.start_ns and not step.is_decode
+                if request.span_id not in step.members or (is_first and not latest):
+                    continue
+                found.append(Gap(step.span, now))
+                latest = now = step.span.end_ns
+        return found
+
+    def explain_gap(self, request: Span, gap: Gap) -> Explanation:
+        """Divide the time between two tokens among its causes."""
+        found = Explanation(request)
+        scheduler = self._schedulers[gap.step.host, gap.step.process_id]
+        steps = [
+            step
+            for step in scheduler.ended(gap.start_ns, gap.step.end_ns)
+            if step.span.end_ns <= gap.step.end_ns
+        ]
+        self._add_gap(found, steps, gap.start_ns, gap.step.end_ns, Cause.DECODE, scheduler)
         return found
 
     def _phases(self, request: Span) -> list[Span]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 from typing import TYPE_CHECKING
 
 from sgl_aspects.errors import ConfigError
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 _SLOWEST = "slowest"
 # Of the requests that share a cause, the number that is named.
 _NAMED = 3
+# A gap between two tokens that is so many times as long as usual, and the number of those shown.
+_STALL, _STALLS = 5, 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +69,8 @@ def _print(causes: Causes, explanation: Explanation) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from sgl_aspects.terminal import counted
+    from sgl_aspects.tracing import schema
     from sgl_aspects.view.text import duration, one_line
 
     request = explanation.request
@@ -86,6 +91,23 @@ def _print(causes: Causes, explanation: Explanation) -> None:
     console = Console(highlight=False)
     console.print(escape(one_line(f"{request.name} {_id(request)}: {duration(request.seconds)}", 200)))
     console.print(table)
+    gaps = causes.gaps(request)
+    usual = statistics.median(gap.seconds for gap in gaps) if gaps else 0.0
+    stalls = sorted((gap for gap in gaps if gap.seconds > _STALL * usual), key=lambda gap: -gap.seconds)
+    if not stalls:
+        return
+    console.print(
+        f"\n{counted(len(stalls), 'stall')}: more than {_STALL} × {duration(usual)} between two tokens"
+    )
+    for gap in stalls[:_STALLS]:
+        found = causes.explain_gap(request, gap)
+        cause = found.ranked()[0][0]
+        guilty = sorted(found.culprits.get(cause, {}).items(), key=lambda each: -each[1])[:1]
+        at = duration((gap.start_ns - request.start_ns) / 1e9)
+        step = gap.step.attributes.get(schema.STEP_ID)
+        text = f"{duration(gap.seconds)} after {at}, step {step}: {cause.value}"
+        text += "".join(f" ({_id(by_id[span_id])})" for span_id, _ in guilty)
+        console.print(escape(one_line(text, 200)), soft_wrap=True)
 
 
 def _id(request: Span) -> str:

@@ -85,6 +85,19 @@ class Receiver:
             found = list(points_of(request, name)) or found
         return found
 
+    def exemplars(self, name: str) -> list[Any]:
+        """The exemplars of a histogram in all messages."""
+        return [
+            exemplar
+            for request in self.metric_requests
+            for resource in request.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            if metric.name == name
+            for point in metric.histogram.data_points
+            for exemplar in point.exemplars
+        ]
+
     def metric_resources(self) -> list[dict[str, Any]]:
         """The resource of each message with metrics."""
         messages = [each for request in self.metric_requests for each in request.resource_metrics]

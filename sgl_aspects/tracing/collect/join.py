@@ -119,6 +119,11 @@ class Joiner:
             else:
                 self._take(writer, record)
 
+    def trace_of(self, key: int) -> tuple[int, int] | None:
+        """Return the trace id and span id of a request; None if it is unknown or left out by sampling."""
+        root = self._roots.get(key)
+        return (root.trace_id, root.span_id) if root is not None and root.is_sampled else None
+
     def about_the_run(self) -> dict[str, str]:
         """Return the run's service, host and role, as far as its processes have told."""
         return self._builder.about_the_run()

@@ -35,6 +35,7 @@ from sgl_aspects.run.collector import (
 )
 from sgl_aspects.run.dead_runs import remove_dead_runs
 from sgl_aspects.run.folder import remove_run_folder, runs, seal_run, woven_ns
+from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.join import Joiner
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.collect.reported_metrics import STEP, CollectorMetrics
@@ -46,7 +47,8 @@ from sgl_aspects.tracing.export.failures import quiet_exporters, report_line
 from sgl_aspects.tracing.export.metric_readers import make_reader
 from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.export.span_exporters import NoExporter, Pipeline, close_all, make_pipeline
-from sgl_aspects.tracing.records import Record, SpanEnd
+from sgl_aspects.tracing.export.token_gaps import TokenGaps
+from sgl_aspects.tracing.records import Record, SpanBegin, SpanEnd
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.variables import (
     SpanLimits,
@@ -55,6 +57,8 @@ from sgl_aspects.tracing.variables import (
     secrets,
     without_secrets,
 )
+
+_DECODE = schema.DECODE.name
 
 _Made = TypeVar("_Made")
 
@@ -108,6 +112,7 @@ class Collector:
         ]
         self._deliveries = Deliveries(self._pipelines)
         self._spans: list[CollectedSpan] = []
+        self._gaps = TokenGaps()
         resource = engine_resource(folder)
         made = [
             _unless_faulty(partial(make_reader, one, settings), faults) for one in settings.metric_exporters
@@ -249,10 +254,14 @@ class Collector:
     def _measure(self, writer: RingReader, records: Sequence[Record], *, is_replayed: bool = False) -> None:
         if self._metrics is None:
             return
+        engine = self._metrics.engine
         for record in records:
-            if record.__class__ is SpanEnd and record.type.name == STEP:
-                engine = self._metrics.engine
-                engine.step_ended(writer.name, writer.process_id, record, is_replayed=is_replayed)
+            if isinstance(record, (SpanBegin, SpanEnd)) and record.type.name in (STEP, _DECODE):
+                for key, gap_ns in self._gaps.take(record):
+                    if not is_replayed:
+                        engine.token_came(gap_ns, self._joiner.trace_of(key))
+                if record.type.name == STEP and isinstance(record, SpanEnd):
+                    engine.step_ended(writer.name, writer.process_id, record, is_replayed=is_replayed)
 
 
 def _unless_faulty(make: Callable[[], _Made], faults: list[ConfigError]) -> _Made | None:

@@ -6,10 +6,14 @@ sampled or not; a step reports the scheduler's state at its end. docs/tracing.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import bisect
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
 from sgl_aspects import compat
 from sgl_aspects.tracing import schema
@@ -22,9 +26,15 @@ TIME_TO_FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
 )
 TIME_PER_OUTPUT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+INTER_TOKEN_LATENCY = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04),
+    *(0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
+)
 TOKEN_USAGE = tuple(4**power for power in range(14))
 # For steps: from a fraction of a millisecond to the seconds of a long prompt.
 STEP_DURATION = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+_NO_ATTRIBUTES: Mapping[str, str] = {}
 
 #: The span type whose records report the scheduler's state.
 STEP = schema.STEP.name
@@ -64,6 +74,27 @@ class _Counter:
         return [Observation(amount, dict(key)) for key, amount in list(self._sums.items())]
 
 
+class _Exemplars:
+    """Chooses amounts whose trace is kept beside them: one a second for each bucket of a histogram.
+
+    With a context an amount costs OpenTelemetry's SDK ten times as long.
+    """
+
+    _SECONDS = 1.0
+
+    def __init__(self, boundaries: Mapping[Histogram, Sequence[float]]) -> None:
+        self._boundaries = boundaries
+        self._kept: dict[tuple[Histogram, int], float] = {}
+
+    def is_wanted(self, histogram: Histogram, amount: float) -> bool:
+        bucket = histogram, bisect.bisect_left(self._boundaries[histogram], amount)
+        now = time.monotonic()
+        if now - self._kept.get(bucket, -self._SECONDS) < self._SECONDS:
+            return False
+        self._kept[bucket] = now
+        return True
+
+
 class EngineMetrics:
     """The instruments. Updated by one thread; exporters read them in theirs."""
 
@@ -88,6 +119,12 @@ class EngineMetrics:
             "Time per token after the first, of successful answers.",
             explicit_bucket_boundaries_advisory=TIME_PER_OUTPUT_TOKEN,
         )
+        self._gap = histogram(
+            schema.INTER_TOKEN_LATENCY,
+            "s",
+            "Time between two tokens of a request, each one, from the scheduler's steps.",
+            explicit_bucket_boundaries_advisory=INTER_TOKEN_LATENCY,
+        )
         self._usage = histogram(
             schema.TOKEN_USAGE,
             "{token}",
@@ -105,6 +142,14 @@ class EngineMetrics:
             "Time that a scheduler's step adds: two may be open at once.",
             explicit_bucket_boundaries_advisory=STEP_DURATION,
         )
+        self._exemplars = _Exemplars(
+            {
+                self._duration: REQUEST_DURATION,
+                self._first_token: TIME_TO_FIRST_TOKEN,
+                self._per_token: TIME_PER_OUTPUT_TOKEN,
+                self._gap: INTER_TOKEN_LATENCY,
+            }
+        )
         self._recorders: dict[tuple[Histogram, _Key], Callable[[float], None]] = {}
         self._added = AddedTime()
         # By writer: its process and the figures of its latest step.
@@ -119,7 +164,8 @@ class EngineMetrics:
         common = {name: str(values[name]) for name in _OF_REQUEST if values.get(name) is not None}
         duration = max(0, end.end_ns - begin.start_ns) / 1e9
         named = {**common, schema.ERROR_TYPE: end.error} if end.error else common
-        self._record(self._duration, duration, named)
+        of_trace = (begin.trace_id, begin.span_id) if begin.sampled else None
+        self._record(self._duration, duration, named, of_trace)
         prompt, output = (_number(values, f"gen_ai.usage.{name}_tokens") for name in ("input", "output"))
         for kind, count in (("input", prompt), ("output", output)):
             if count is not None:
@@ -134,11 +180,26 @@ class EngineMetrics:
             first = (first_token_ns - begin.start_ns) / 1e9
         if end.error or first is None or first < 0:
             return
-        self._record(self._first_token, first, common)
+        self._record(self._first_token, first, common, of_trace)
         if output is not None and output > 1:
-            self._record(self._per_token, max(0.0, duration - first) / (output - 1), common)
+            per_token = max(0.0, duration - first) / (output - 1)
+            self._record(self._per_token, per_token, common, of_trace)
 
-    def _record(self, histogram: Histogram, amount: float, attributes: Mapping[str, str]) -> None:
+    def token_came(self, gap_ns: int, of_trace: tuple[int, int] | None) -> None:
+        """Count the time since the same request's token before."""
+        self._record(self._gap, gap_ns / 1e9, _NO_ATTRIBUTES, of_trace)
+
+    def _record(
+        self,
+        histogram: Histogram,
+        amount: float,
+        attributes: Mapping[str, str],
+        of_trace: tuple[int, int] | None = None,
+    ) -> None:
+        """Record an amount. ``of_trace``: the trace id and span id of its exemplar."""
+        if of_trace is not None and self._exemplars.is_wanted(histogram, amount):
+            histogram.record(amount, attributes, _context_of(*of_trace))
+            return
         key = histogram, (*attributes.items(),)
         record = self._recorders.get(key)
         if record is None:
@@ -190,6 +251,11 @@ class EngineMetrics:
             ]
 
         return observe
+
+
+def _context_of(trace_id: int, span_id: int) -> Context:
+    span = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    return set_span_in_context(NonRecordingSpan(span), Context())
 
 
 def _number(values: Mapping[str, Any], name: str) -> float | None:

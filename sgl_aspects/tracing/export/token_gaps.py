@@ -1,0 +1,67 @@
+"""The time between two tokens of a request, each one, from the scheduler's records.
+
+A request's first token comes where its decode phase begins, each further one with the end of a step that it
+takes part in. A step that makes several tokens for a request (speculation) is one gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sgl_aspects.tracing import schema
+from sgl_aspects.tracing.records import SpanBegin, SpanEnd
+
+_DECODE = schema.DECODE.name
+_REASON = tuple(schema.DECODE.attributes).index(schema.FINISH_REASON)
+# Cap on followed requests: some end in no step, such as aborted ones.
+_MOST_REQUESTS = 50_000
+
+
+@dataclass(slots=True)
+class _Latest:
+    """The latest token of a request."""
+
+    at_ns: int
+    is_first: bool = True
+    is_last: bool = False
+
+
+class TokenGaps:
+    """Follows the records of a run's schedulers, each in the order in which it was written."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, _Latest] = {}
+
+    def take(self, record: SpanBegin | SpanEnd) -> Iterator[tuple[int, int]]:
+        """Yield (the request's key, nanoseconds) for each token that the record brings but the first."""
+        if isinstance(record, SpanEnd):
+            if record.type.name == _DECODE:
+                self._decode_ended(record)
+            else:
+                yield from self._step_ended(record)
+        elif record.type.name == _DECODE:
+            before = self._latest.pop(record.root_id, None)
+            self._latest[record.root_id] = _Latest(record.start_ns)
+            if before is not None:  # it was preempted
+                yield record.root_id, max(0, record.start_ns - before.at_ns)
+            elif len(self._latest) > _MOST_REQUESTS:
+                del self._latest[next(iter(self._latest))]
+
+    def _decode_ended(self, record: SpanEnd) -> None:
+        latest = self._latest.get(record.root_id)
+        if latest is not None and record.values[_REASON : _REASON + 1] not in ((), [], (None,), [None]):
+            latest.is_last = True
+
+    def _step_ended(self, step: SpanEnd) -> Iterator[tuple[int, int]]:
+        for key in step.links:
+            latest = self._latest.get(key)
+            if latest is None:
+                continue  # a part of its prompt
+            if latest.is_first and latest.at_ns >= step.start_ns:
+                latest.is_first = False  # of this very step
+            else:
+                yield key, max(0, step.end_ns - latest.at_ns)
+                latest.at_ns, latest.is_first = step.end_ns, False
+            if latest.is_last:
+                del self._latest[key]

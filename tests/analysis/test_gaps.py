@@ -1,0 +1,89 @@
+"""The time between two tokens: as a client sees it, as a metric, and where it was long."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from sgl_aspects.analysis.causes import Cause, Causes
+from sgl_aspects.analysis.spans import read_spans
+from sgl_aspects.runtime import Engine, SamplingParams
+from sgl_aspects.tracing import attach
+from tests.support.otlp_receiver import http_receiver
+from tests.support.tiny_models import make_llama
+
+pytestmark = pytest.mark.usefixtures("forked_collectors", "forked_schedulers")
+
+STALL = 1.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_llama(folder)
+    return folder
+
+
+def answer(tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+
+
+def test_each_gap_is_one_that_a_client_sees(model: Path, tmp_path: Path) -> None:
+    """Also over a stall, whose cause is named, and for requests that come and go meanwhile."""
+    file = tmp_path / "spans.jsonl"
+    tokens = {"a": 60, "b": 20, "c": 40}
+    with (
+        attach(level=3, exporters=["otlp-json-file"], file=str(file)),
+        Engine(model_path=model) as engine,
+    ):
+        engine.generate([5] * 8, answer(4))
+        first = iter(engine.submit([7] * 8, answer(tokens["a"]), rid="a"))
+        stamps = [time.time()]
+        others = [engine.submit([9] * 40, answer(tokens[rid]), rid=rid) for rid in ("b", "c")]
+        for number, chunk in enumerate(first):
+            stamps += [time.time()] * len(chunk.token_ids)
+            if number == 10:
+                (scheduler,) = multiprocessing.active_children()
+                os.kill(scheduler.pid or 0, signal.SIGSTOP)
+                time.sleep(STALL)
+                os.kill(scheduler.pid or 0, signal.SIGCONT)
+        for handle in others:
+            handle.result()
+    causes = Causes(read_spans(file))
+    for rid, count in tokens.items():
+        (request,) = causes.find(rid)
+        assert len(causes.gaps(request)) == count - 1
+    (request,) = causes.find("a")
+    gaps = causes.gaps(request)
+    seen = [after - before for before, after in itertools.pairwise(stamps[1:])]
+    assert sum(gap.seconds for gap in gaps) == pytest.approx(sum(seen), rel=0.1)
+    longest = max(gaps, key=lambda gap: gap.seconds)
+    assert longest.seconds == pytest.approx(max(seen), rel=0.1)
+    assert longest.seconds > 5 * statistics.median(gap.seconds for gap in gaps)
+    found = causes.explain_gap(request, longest)
+    assert found.ranked()[0][0] is Cause.HOST
+    assert sum(found.seconds.values()) == pytest.approx(longest.seconds)
+
+
+def test_a_histogram_has_a_sample_for_each_gap_and_opens_the_trace(model: Path) -> None:
+    tokens = [30, 12, 25]
+    with http_receiver() as receiver:
+        with attach(level=2, endpoint=receiver.endpoint), Engine(model_path=model) as engine:
+            handles = [engine.submit([7 + n] * 30, answer(count)) for n, count in enumerate(tokens)]
+            for handle in handles:
+                handle.result()
+        (point,) = receiver.points("sgl_aspects.inter_token_latency")
+        assert point.count == sum(tokens) - len(tokens)
+        traces = {span.trace_id for span in receiver.spans if span.name.startswith("text_completion")}
+        assert len(traces) == len(tokens)
+        for name in ("sgl_aspects.inter_token_latency", "gen_ai.server.request.duration"):
+            opened = {exemplar.trace_id.hex() for exemplar in receiver.exemplars(name)}
+            assert opened
+            assert opened <= traces, name
