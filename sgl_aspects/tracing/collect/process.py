@@ -43,11 +43,11 @@ from sgl_aspects.tracing.collect.run_reader import Deliveries, RunReader
 from sgl_aspects.tracing.collect.span_builder import engine_resource
 from sgl_aspects.tracing.collect.summary import TraceSummary
 from sgl_aspects.tracing.collect.tail import TailChoice
+from sgl_aspects.tracing.collect.token_gaps import TokenGaps
 from sgl_aspects.tracing.export.failures import quiet_exporters, report_line
 from sgl_aspects.tracing.export.metric_readers import make_reader
 from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.export.span_exporters import NoExporter, Pipeline, close_all, make_pipeline
-from sgl_aspects.tracing.export.token_gaps import TokenGaps
 from sgl_aspects.tracing.records import Record, SpanBegin, SpanEnd
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.variables import (
