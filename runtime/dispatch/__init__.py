@@ -23,23 +23,10 @@ The modules, in the order to read them:
     shadow/                  two implementations compared, call by call, layer by layer
 """
 
+from sgl_aspects.runtime.dispatch import operators
 from sgl_aspects.runtime.dispatch.define import operator
 from sgl_aspects.runtime.dispatch.manager import OpManager
-from sgl_aspects.runtime.dispatch.operators import (
-    chunk_gated_delta_rule,
-    embedding,
-    fused_moe,
-    fused_recurrent_gated_delta_rule,
-    gelu_and_mul,
-    gemma_rms_norm,
-    grouped_topk,
-    linear,
-    mrotary_embedding,
-    rms_norm,
-    rotary_embedding,
-    silu_and_mul,
-    topk,
-)
+from sgl_aspects.runtime.dispatch.operators import *  # noqa: F403
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
 from sgl_aspects.runtime.dispatch.process import (
     call_op,
@@ -63,26 +50,14 @@ __all__ = [
     "SelectionPolicy",
     "Token",
     "call_op",
-    "chunk_gated_delta_rule",
-    "embedding",
-    "fused_moe",
-    "fused_recurrent_gated_delta_rule",
-    "gelu_and_mul",
-    "gemma_rms_norm",
     "get_manager",
-    "grouped_topk",
-    "linear",
-    "mrotary_embedding",
     "on_platform",
     "operator",
     "policy_context",
     "reset_manager",
-    "rms_norm",
-    "rotary_embedding",
-    "silu_and_mul",
-    "topk",
     "with_allowed_vendors",
     "with_denied_vendors",
     "with_preference",
     "with_strict_mode",
 ]
+__all__ += operators.__all__

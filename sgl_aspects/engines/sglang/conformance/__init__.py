@@ -153,17 +153,20 @@ def greedy(bench: Bench) -> str:
     file.write_text(json.dumps(given))
     # SGLang's kernels for devices of torch.cuda take half precision only.
     dtype = "bfloat16" if bench.platform.device_type == "cuda" else "float32"
-    found = run_child(bench, "greedy", str(folder), str(file), str(TOKENS), dtype)
+    answer = run_child(bench, "greedy", str(folder), str(file), str(TOKENS), dtype)
+    found, backend = answer["tokens"], answer["attention_backend"]
+    own, wanted = bench.platform.get_attention_backends(), bench.platform.get_default_attention_backend()
+    require(wanted not in own or backend == wanted, f"the platform's attention backend {wanted!r}", backend)
     if dtype != "float32":
         gap = largest_gap(weights, given, found)
         require(gap <= _GAP, f"tokens at most {_GAP} standard deviations from the best", f"{gap:.3f}")
-        return f"{len(given)} prompts × {TOKENS} tokens in {dtype}, at most {gap:.3f} from the best"
+        return f"{len(given)} prompts × {TOKENS} tokens in {dtype}, {gap:.3f} from the best, by {backend}"
     if bench.reference == "transformers":
         right = greedy_by_transformers(folder, given, TOKENS)
     else:
         right = greedy_in_float64(weights, given, TOKENS)
     require(found == right, str(right), found)
-    return f"{len(given)} prompts × {TOKENS} tokens, equal to {bench.reference}"
+    return f"{len(given)} prompts × {TOKENS} tokens, equal to {bench.reference}, by {backend}"
 
 
 @_check("MMPlatform", "the engine for images and video to choose the platform, and its methods to work")

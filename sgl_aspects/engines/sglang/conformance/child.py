@@ -196,7 +196,8 @@ def allocator() -> dict[str, str]:
     return {"name": found.__name__}
 
 
-def greedy(folder: str, prompts: str, count: str, dtype: str) -> list[list[int]]:
+def greedy(folder: str, prompts: str, count: str, dtype: str) -> dict[str, Any]:
+    """Return the tokens, and the attention backend that computed them."""
     from sglang import Engine
 
     graphs = getattr(_platform().capabilities, "graph_capture", False)
@@ -217,7 +218,10 @@ def greedy(folder: str, prompts: str, count: str, dtype: str) -> list[list[int]]
     try:
         params = {"max_new_tokens": int(count), "temperature": 0, "ignore_eos": True}
         answers = engine.generate(input_ids=json.loads(Path(prompts).read_text()), sampling_params=params)
-        return [answer["output_ids"] for answer in answers]
+        args: Any = engine.server_args
+        values = args.resolved_dict() if hasattr(args, "resolved_dict") else vars(args)
+        tokens = [answer["output_ids"] for answer in answers]
+        return {"tokens": tokens, "attention_backend": values["attention_backend"]}
     finally:
         engine.shutdown()
 
