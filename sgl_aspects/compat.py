@@ -7,6 +7,7 @@ import gc
 import importlib
 import importlib.util
 import logging
+import opcode
 import sys
 import threading
 import types
@@ -100,6 +101,35 @@ def watch_torchscript(frontend: Any, compiled: Callable[[Any], None]) -> Callabl
 
     frontend.parse_def = parse
     return undo
+
+
+# -- frames -------------------------------------------------------------------------------------------------
+
+HIDES_FRAMES = sys.version_info >= (3, 11) and sys.implementation.name == "cpython"
+
+
+def hide_frame(code: types.CodeType, line: int) -> types.CodeType:
+    """Return ``code`` with a frame that is invisible until the statement `pass` on ``line``.
+
+    Until its instruction RESUME has run, CPython takes a frame for one that is not complete: tracebacks,
+    `sys._getframe`, warnings and trace functions leave it out. RESUME is moved from the beginning to each
+    `pass`, which compiles to one instruction NOP; a profiler sees the call begin there. All others get no
+    line, so a debugger does not stop at them. Code that has no such NOP is returned unchanged.
+    """
+    if not HIDES_FRAMES:
+        return code
+    nop, resume = opcode.opmap["NOP"], opcode.opmap["RESUME"]
+    instructions = bytearray(code.co_code)
+    marked = [begin for begin, _, at in code.co_lines() if at == line]
+    begin = instructions[::2].index(resume) * 2
+    if not marked or any(instructions[one] != nop for one in marked):
+        return code
+    instructions[begin : begin + 2] = nop, 0
+    for one in marked:
+        instructions[one : one + 2] = resume, 0
+    # An entry for each instruction, as CPython's Objects/locations.md says: on the first line, or on none.
+    lines = [b"\xe8\0" if one in marked else b"\xf8" for one in range(0, len(instructions), 2)]
+    return code.replace(co_code=bytes(instructions), co_linetable=b"".join(lines))
 
 
 # -- the import system --------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from sgl_aspects.weaving.attributes import (
     is_class,
     namespace,
 )
-from sgl_aspects.weaving.hooks import calls_original
+from sgl_aspects.weaving.chain import calls_original
 from sgl_aspects.weaving.proxies import bound_late
 
 # -- unwrapping ----------------------------------------------------------------------------------------------

@@ -12,80 +12,24 @@ variables of the target's own, so that `inspect.getclosurevars` and debuggers sh
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import enum
 import functools
 import gc
 import inspect
 import sys
 import types
 import weakref
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from sgl_aspects.weaving.attributes import Attributes, OwnDict, claims_to_be, holds, is_a
-from sgl_aspects.weaving.hooks import CHAINS_NAME, CompiledChain, NativeLink, calls_original
+from sgl_aspects import compat
+from sgl_aspects.weaving.attributes import Attributes, OwnDict, holds
+from sgl_aspects.weaving.chain import CompiledChain, NativeLink, calls_original
+from sgl_aspects.weaving.templates import FunctionKind, Shape, kind_of_code, template
 
 Observers = tuple[tuple[Any, Any, Any], ...]
 """(enter, exit, failed) for each observer, outermost first; enter or exit may be None.
 
 ``failed(error)`` handles their exceptions, and returns itself.
 """
-
-SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-
-
-class FunctionKind(enum.Enum):
-    """The kind of a function, by the result of a call; the woven function is of the same kind."""
-
-    PLAIN = "plain"
-    COROUTINE = "coroutine"
-    GENERATOR = "generator"
-    ASYNC_GENERATOR = "async generator"
-
-    @classmethod
-    def of(cls, function: Any) -> FunctionKind:
-        """Return the kind of a function, a partial or method around one, or an instance's ``__call__``."""
-        if claims_to_be(function, (functools.partial, types.MethodType)):
-            return cls.of(function.func if claims_to_be(function, functools.partial) else function.__func__)
-        code: Any = function.__code__ if claims_to_be(function, types.FunctionType) else None
-        if is_a(code, types.CodeType):
-            kind = _kind_of_code(code)
-        else:  # a mock object's is none
-            call = inspect.getattr_static(type(function), "__call__", None)
-            kind = cls.of(call) if claims_to_be(call, types.FunctionType) else cls.PLAIN
-        with contextlib.suppress(Exception):  # an object may answer in any way
-            if kind is cls.PLAIN and inspect.iscoroutinefunction(function):
-                return cls.COROUTINE
-        return kind
-
-
-def _kind_of_code(code: types.CodeType) -> FunctionKind:
-    flags = code.co_flags
-    if flags & inspect.CO_COROUTINE:
-        return FunctionKind.COROUTINE
-    if flags & inspect.CO_ASYNC_GENERATOR:
-        return FunctionKind.ASYNC_GENERATOR
-    return FunctionKind.GENERATOR if flags & inspect.CO_GENERATOR else FunctionKind.PLAIN
-
-
-class Shape(NamedTuple):
-    """The properties that distinguish the templates of woven functions.
-
-    :param observers: for each observer: whether it has enter(), and whether it has exit().
-    :param guarded: torch.compile may trace this function: it counts and observes only outside of that.
-    :param packed: the chain takes the pair (args, kwargs), as native hooks do.
-    :param free: the number of the target's free variables.
-    :param body: the number of lines from the target's first line to its first statement.
-    """
-
-    kind: FunctionKind
-    observers: tuple[tuple[bool, bool], ...] = ()
-    guarded: bool = False
-    packed: bool = False
-    free: int = 0
-    body: int = 0
 
 
 class WovenFunction:
@@ -115,11 +59,12 @@ class WovenFunction:
         code = _call_hooks.__code__ if anonymous else original.__code__
         self._model = code
         self._iterable = code.co_flags & inspect.CO_ITERABLE_COROUTINE
-        self._body = 0 if anonymous else _first_line(code) - code.co_firstlineno
+        is_seen = self.kind is not FunctionKind.PLAIN or not compat.HIDES_FRAMES
+        self._body = _first_line(code) - code.co_firstlineno if is_seen and not anonymous else 0
         # torch.compile finds them as those of a module.
         namespace = globals() if anonymous else original.__globals__
         closure = () if anonymous else original.__closure__
-        if self.kind is not _kind_of_code(code):  # a function cannot change its kind later
+        if self.kind is not kind_of_code(code):  # a function cannot change its kind later
             code = self._code(Shape(self.kind), {})
         # Not callable until set_hooks() assigns its code.
         self._run = types.FunctionType(code, namespace, code.co_name, None, closure)
@@ -329,174 +274,3 @@ def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> 
     for name, value in list(source.__dict__.items()):
         if name not in _OWN:
             target.__dict__[name] = value
-
-
-# -- templates ----------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1024)
-def template(shape: Shape) -> types.CodeType:
-    """Return the code of a woven function, with a string such as "<chain>" for each constant.
-
-    Its first statement is on the line of the target's first statement and the rest on the target's first
-    line: a breakpoint on the function stops in the target's body, and a traceback shows its definition.
-    """
-    tree = ast.parse("\n".join(_source(shape)))
-    factory: Any = tree.body[0]
-    woven = factory.body[0]
-    for node in ast.walk(factory):
-        _put(node, 1)
-    for node in ast.walk(woven.body[0]):
-        _put(node, 1 + shape.body)
-    names: dict[str, Any] = {}
-    exec(compile(tree, "<sgl_aspects>", "exec", dont_inherit=True, optimize=0), names)
-    code: types.CodeType = names["factory"](*range(shape.free)).__code__
-    return code.replace(
-        co_consts=tuple(
-            _CONSTANTS.get(const, const) if type(const) is str else const for const in code.co_consts
-        )
-    )
-
-
-def _put(node: ast.AST, line: int) -> None:
-    """Move ``node`` to ``line``, without a column: the source there is the target's own."""
-    if "lineno" in node._attributes:
-        node.lineno = node.end_lineno = line  # type: ignore[attr-defined]
-        node.col_offset = node.end_col_offset = -1 if sys.version_info >= (3, 11) else 0  # type: ignore[attr-defined]
-
-
-def _source(shape: Shape) -> list[str]:
-    free = "".join(f"free{index:04}, " for index in range(shape.free))
-    definition = "async def" if shape.kind.value.startswith(("coroutine", "async")) else "def"
-    body = ["if 1: calls = '<calls>'; calls.number += 1.0"]
-    if shape.guarded:
-        body = [
-            f"if {CHAINS_NAME}.compiling():",
-            *_indent(_delegate(shape, f"{CHAINS_NAME}._chain", packed=False)),
-            *body,
-        ]
-    if free:
-        body.append(f"if 0: {free}")  # never runs: makes the function close over them
-    body.append("chain = '<chain>'")
-    body += _observed(shape) if shape.observers else _delegate(shape, "chain", packed=shape.packed)
-    woven = [f"{definition} woven(*args, **kwargs):", *_indent(body), "return woven"]
-    return [f"def factory({free}):", *_indent(woven)]
-
-
-def _result(shape: Shape, chain: str, packed: bool) -> str:
-    """Return an expression that calls the chain, without keywords if empty: packing none takes time, too."""
-    wait = {FunctionKind.COROUTINE: "await ", FunctionKind.GENERATOR: "yield from "}.get(shape.kind, "")
-    if packed:
-        return f"{wait}{chain}(args, kwargs)"
-    return f"{wait}({chain}(*args, **kwargs) if kwargs else {chain}(*args))"
-
-
-def _delegate(shape: Shape, chain: str, *, packed: bool) -> list[str]:
-    """Return statements that call the chain and return its result, as this kind of function does."""
-    result = _result(shape, chain, packed)
-    if shape.kind is FunctionKind.ASYNC_GENERATOR:
-        return [*_delegate_async(result), "return"]
-    return [f"return ({result})"]
-
-
-def _observed(shape: Shape) -> list[str]:
-    """Return statements that call the chain with its observers; methods that they lack are not called."""
-    enters = [index for index, (enters, _) in enumerate(shape.observers) if enters]
-    exits = [index for index, (_, leaves) in enumerate(shape.observers) if leaves]
-    names = [f"{part}{i}" for i in enters for part in ("enter", "failed")]
-    names += [f"{part}{i}" for i in exits for part in ("exit", "failed")]
-    lines = [f"{name} = '<{name}>'" for name in dict.fromkeys(names)]
-    if enters:
-        # A copy, so that an observer cannot change the call.
-        lines.append("if kwargs: seen = {**kwargs}")
-        lines.append("else: seen = {}" if shape.packed else "else: seen = kwargs; kwargs = None")
-    for i in enters:
-        lines += [
-            f"try: token{i} = enter{i}(args, seen)",
-            f"except '<Exception>' as error: token{i} = failed{i}(error)",
-        ]
-    if not exits:
-        return lines + _delegate(shape, "chain", packed=shape.packed)
-    result = _result(shape, "chain", shape.packed)
-    body = [f"result = ({result})"]
-    if shape.kind is FunctionKind.ASYNC_GENERATOR:
-        body = [*_delegate_async(result), "result = None"]
-    lines += ["try:", *_indent(body)]
-    lines += [
-        "except '<BaseException>' as error:",
-        *_indent(_exits(shape, exits, "None", "error")),
-        "    raise",
-    ]
-    lines += _exits(shape, exits, "result", "None")
-    if shape.kind is not FunctionKind.ASYNC_GENERATOR:
-        lines.append("return result")
-    return lines
-
-
-def _exits(shape: Shape, exits: list[int], result: str, error: str) -> list[str]:
-    lines = []
-    for i in reversed(exits):
-        has_token = shape.observers[i][0]
-        leave = [
-            f"try: exit{i}({f'token{i}' if has_token else None}, {result}, {error})",
-            f"except '<Exception>' as broken: failed{i}(broken)",
-        ]
-        # `failed` is the token of an enter() that raised: its exit() is not called.
-        lines += [f"if token{i} is not failed{i}:", *_indent(leave)] if has_token else leave
-    return lines
-
-
-def _delegate_async(call: str) -> list[str]:
-    """Return ``yield from`` for an async generator: asend, athrow and aclose reach the inner one."""
-    return [
-        # Assigned first: Python warns about a call of a string literal.
-        "begin = '<_begin>'; following = '<_following>'; close = '<_close>'; throw = '<_throw>'",
-        f"inner = begin({call})",
-        "try:",
-        "    item = await following(inner, None)",
-        "    while True:",
-        "        try:",
-        "            sent = yield item",
-        "        except '<GeneratorExit>':",
-        "            await close(inner)",
-        "            raise",
-        "        except '<BaseException>' as thrown:",
-        "            item = await throw(inner, thrown)",
-        "        else:",
-        "            item = await following(inner, sent)",
-        "except '<StopAsyncIteration>':",
-        "    pass",
-    ]
-
-
-def _indent(lines: list[str]) -> list[str]:
-    return ["    " + line for line in lines]
-
-
-def _begin(items: Any) -> Any:
-    return type(items).__aiter__(items)
-
-
-def _following(inner: Any, sent: Any) -> Any:
-    return inner.__anext__() if sent is None else inner.asend(sent)
-
-
-async def _close(inner: Any) -> None:
-    if hasattr(inner, "aclose"):
-        await inner.aclose()
-
-
-def _throw(inner: Any, error: BaseException) -> Any:
-    if hasattr(inner, "athrow"):
-        return inner.athrow(error)
-    raise error
-
-
-# As constants: names would be looked up in the target's module, which may define the same ones.
-_CONSTANTS: dict[str, Any] = {
-    f"<{value.__name__}>": value
-    for value in (
-        *(BaseException, Exception, GeneratorExit, StopAsyncIteration),
-        *(_begin, _following, _close, _throw),
-    )
-}

@@ -21,11 +21,13 @@ from sgl_aspects.weaving.attributes import (
     class_name,
     current,
 )
+from sgl_aspects.weaving.chain import build_chain
 from sgl_aspects.weaving.descriptors import open_attribute, rebuild
-from sgl_aspects.weaving.functions import FunctionKind, WovenFunction
-from sgl_aspects.weaving.hooks import Advice, HookType, build_chain, innermost_first
+from sgl_aspects.weaving.functions import WovenFunction
+from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
 from sgl_aspects.weaving.proxies import WovenProxy, passing_on
 from sgl_aspects.weaving.rebinding import Exclusions, Pair, Stale
+from sgl_aspects.weaving.templates import FunctionKind
 
 logger = logging.getLogger("sgl_aspects")
 

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import wrapt
 
 from sgl_aspects.weaving.attributes import is_class
+from sgl_aspects.weaving.chain import calls_original
 from sgl_aspects.weaving.functions import WovenFunction
-from sgl_aspects.weaving.hooks import calls_original
 
 logger = logging.getLogger("sgl_aspects")
 

@@ -44,9 +44,10 @@ from sgl_aspects.weaving.attributes import (
     is_module,
     namespace,
 )
+from sgl_aspects.weaving.chain import is_of_caller
 from sgl_aspects.weaving.descriptors import descriptor_anew
-from sgl_aspects.weaving.functions import SUSPENDS
-from sgl_aspects.weaving.hooks import Result, is_of_caller
+from sgl_aspects.weaving.hooks import Result
+from sgl_aspects.weaving.templates import SUSPENDS
 
 # -- kinds of referrers -------------------------------------------------------------------------------------
 

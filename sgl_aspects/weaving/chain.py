@@ -1,0 +1,231 @@
+"""The chain of a target's hooks, under torch.compile, too.
+
+Each link is called with the target's own arguments. An AROUND link is `types.MethodType(hook, next)`: it runs
+`hook(next, *args, **kwargs)` without another Python frame.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import reprlib
+import sys
+import traceback
+import types
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from sgl_aspects.errors import HookError
+from sgl_aspects.weaving.hooks import Advice, Hook, HookType, Result
+
+
+def build_chain(original: Hook, target: Any, advices: Sequence[Advice], *, awaits: bool) -> Hook:
+    """Return the head of the chain over ``original``; ``advices`` innermost first, without observers.
+
+    :param target: what the hooks take ``original_fn`` for: each link has its name and signature.
+    :param awaits: the target is ``async def``: links return awaitables, AFTER gets the awaited result.
+    """
+    head = original
+    for advice in advices:
+        head = _link(advice, head if head is original else _named(head, target), awaits)
+    return head
+
+
+_OWN = globals()
+
+
+def _named(link: Hook, target: Any) -> Hook:
+    """Return ``link``, unless it is a REPLACE hook, with the names of ``target``, as of `functools.wraps`."""
+    if type(link) is types.MethodType and is_of_caller(link):
+        link = functools.partial(link.__func__, link.__self__)
+    elif not (type(link) is NativeLink or (type(link) is types.FunctionType and link.__globals__ is _OWN)):
+        return link
+    return calls_original(functools.update_wrapper(link, target, updated=()))
+
+
+#: Every live link that holds an original, by the ids of the containers through which it does. A call in
+#: progress keeps the chain with which it began, even after its hooks were removed.
+_callers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def calls_original(caller: Hook) -> Hook:
+    """Mark ``caller``, a bound method or function: rebinding does not change its references."""
+    _callers[id(caller)] = caller
+    if type(caller) is not types.MethodType:  # a method has the attributes of its function, a hook
+        for container in (caller.__dict__, *(getattr(caller, "__closure__", None) or ())):
+            _callers[id(container)] = caller
+    return caller
+
+
+def is_of_caller(container: Any) -> bool:
+    """Return whether a marked callable holds its original through ``container``."""
+    return id(container) in _callers
+
+
+def _link(advice: Advice, following: Hook, awaits: bool) -> Hook:
+    hook: Hook = advice.hook
+    if advice.hook_type is HookType.REPLACE:
+        return _awaited(hook) if awaits else hook
+    if advice.hook_type is HookType.AROUND:
+        link = calls_original(types.MethodType(hook, following))
+        return _awaited(link, hook) if awaits else link
+    if advice.hook_type is HookType.NATIVE:
+        return _native_link(hook, following, awaits)
+    if advice.hook_type is HookType.BEFORE:
+        return _async_before(advice, following) if awaits else _before(advice, following)
+    return _async_after(hook, following) if awaits else _after(hook, following)
+
+
+def _before(advice: Advice, following: Hook) -> Hook:
+    hook: Hook = advice.hook
+
+    def before(*args: Any, **kwargs: Any) -> Any:
+        changed = hook(*args, **kwargs)
+        if changed is not None:
+            args, kwargs = _changed_arguments(changed, advice)
+        return following(*args, **kwargs)
+
+    return calls_original(before)
+
+
+def _after(hook: Hook, following: Hook) -> Hook:
+    def after(*args: Any, **kwargs: Any) -> Any:
+        result = following(*args, **kwargs)
+        changed = hook(result, *args, **kwargs)
+        if changed is None:
+            return result
+        return changed.value if isinstance(changed, Result) else changed
+
+    return calls_original(after)
+
+
+def _native_link(hook: Hook, following: Hook, awaits: bool) -> Hook:
+    proceed: Hook
+    if isinstance(following, NativeLink):
+        # Adjacent native hooks pass on the same pair, without unpacking it.
+        proceed = following.run
+    else:
+
+        def proceed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return following(*args, **kwargs) if kwargs else following(*args)
+
+        calls_original(proceed)
+    link = NativeLink(types.MethodType(hook, proceed))
+    return _awaited(link, hook) if awaits else link
+
+
+class NativeLink:
+    """A link of the native contract: ``run(args, kwargs)`` takes the tuple and the dictionary as they are."""
+
+    def __init__(self, run: Hook) -> None:
+        self.run = run
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.run(args, kwargs)
+
+
+def _changed_arguments(changed: Any, advice: Advice) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    try:
+        args, kwargs = changed
+    except (TypeError, ValueError):
+        args, kwargs = None, None
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        raise HookError(f"{advice} returned {reprlib.repr(changed)}; return None, or a pair (args, kwargs)")
+    return tuple(args), kwargs
+
+
+# -- async def targets --------------------------------------------------------------------------------
+
+
+def _awaited(link: Hook, hook: Hook | None = None) -> Callable[..., Awaitable[Any]]:
+    """Return ``link`` as a coroutine function: its hook may be sync, and may return a plain value."""
+    if inspect.iscoroutinefunction(hook if hook is not None else link):
+        return link
+
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        return await _settled(link(*args, **kwargs))
+
+    return awaited
+
+
+async def _settled(value: Any) -> Any:
+    # Awaited once only: the result may be a task or a future.
+    return await value if inspect.isawaitable(value) else value
+
+
+def _async_before(advice: Advice, following: Hook) -> Hook:
+    hook: Hook = advice.hook
+
+    async def before(*args: Any, **kwargs: Any) -> Any:
+        changed = await _settled(hook(*args, **kwargs))
+        if changed is not None:
+            args, kwargs = _changed_arguments(changed, advice)
+        return await following(*args, **kwargs)
+
+    return calls_original(before)
+
+
+def _async_after(hook: Hook, following: Hook) -> Hook:
+    async def after(*args: Any, **kwargs: Any) -> Any:
+        result = await following(*args, **kwargs)
+        changed = await _settled(hook(result, *args, **kwargs))
+        if changed is None:
+            return result
+        return changed.value if isinstance(changed, Result) else changed
+
+    return calls_original(after)
+
+
+# -- under torch.compile ------------------------------------------------------------------------------------
+
+_chains = types.ModuleType(f"{__name__}.chains")
+"""Guarded functions read its attributes instead of constants, because torch.compile guards module attributes.
+It is ``__sgl_aspects__`` in the namespaces of the modules whose functions are woven."""
+
+_numbers = itertools.count(1)
+CHAINS_NAME = "__sgl_aspects__"
+_readers: dict[int, dict[int, weakref.ref[types.CodeType]]] = {}
+"""By a namespace's id: the guarded code objects that look the name up there, by their ids."""
+
+
+class CompiledChain:
+    """The chain of one function, without observers, as an attribute that torch.compile can trace."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.name = f"chain_{next(_numbers)}"
+        self._namespace = namespace
+        self._readers = _readers.setdefault(id(namespace), {})
+        self._own: dict[int, weakref.ref[types.CodeType]] = {}  # those of this chain
+
+    def set(self, head: Any, compiling: Any, code: types.CodeType) -> None:
+        """Publish the chain while ``code`` lives, which may be longer than the function uses it: a call that
+        has just begun, or a coroutine that has not, looks the name up later.
+        """
+        key = id(code)  # not the code itself: that of two functions may be equal
+        self._own[key] = self._readers[key] = weakref.ref(code, functools.partial(self._forget, key))
+        chains = vars(_chains)
+        chains[self.name], chains["compiling"] = head, compiling
+        self._namespace[CHAINS_NAME] = _chains
+
+    def remove(self) -> None:
+        """Withdraw the chain except from calls in progress: the compiler may keep code alive."""
+        stacks = map(traceback.walk_stack, sys._current_frames().values())
+        begun = {id(frame.f_code) for stack in stacks for frame, _ in stack}
+        for key in [key for key in self._own if key not in begun]:
+            self._forget(key)
+
+    def _forget(self, key: int, _: object = None) -> None:
+        # Called in any thread at any time: the removal is undone if another reader was added meanwhile.
+        readers, chains = self._readers, vars(_chains)
+        readers.pop(key, None)
+        self._own.pop(key, None)
+        if not self._own:
+            chain = chains.pop(self.name, None)
+            if self._own:
+                chains.setdefault(self.name, chain)
+        if not readers and self._namespace.get(CHAINS_NAME) is _chains:
+            self._namespace.pop(CHAINS_NAME, None)
+            if readers:
+                self._namespace[CHAINS_NAME] = _chains
