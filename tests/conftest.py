@@ -135,7 +135,7 @@ def _heap_of_the_test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("rebinding", "replacements"):
+        for module in ("rebinding", "referrers"):
             patch.setattr(f"sgl_aspects.weaving.{module}.unfrozen", contextlib.nullcontext)
             patch.setattr(f"sgl_aspects.weaving.{module}.sys", types.SimpleNamespace(modules=Modules()))
         yield

@@ -4,17 +4,17 @@ Read in this order; each module imports only from those above it:
 
 targets      parsing of target strings
 attributes   lookup of targets in modules: attribute references
-hooks        hook types, their rules, and the chain that runs them, under torch.compile too
+hooks        hook types, their rules, and advices
+chain        the chain that runs the hooks of a target, under torch.compile too
+templates    the generated code of woven functions
 functions    the woven function that replaces a target
-proxies      proxies that replace callables of other types
-descriptors  unwrapping descriptors, and rebuilding them around woven callables
+descriptors  unwrapping descriptors, rebuilding them around woven callables; proxies of other callables
+referrers    the search of the heap, and the referrers that keep an original
 rebinding    replacing an object in all of its referrers
 joinpoints   join points: a woven attribute, its hooks, its original
-replacements class replacements, and referrers that keep the original
 modules      import callbacks; attributes and subclasses that are created later
-table        the table of all join points
 changes      serialized changes of hooks
-core         the weaver: attaches hooks now, or when a module loads
+machine      the weaver: resolve, attach, apply, detach; its states
 api          decorators, handles, SGLang's registry, reports
 
 Code outside this package imports from here only.
@@ -49,7 +49,8 @@ from sgl_aspects.weaving.hooks import (
     argument_reader,
     current_source,
 )
-from sgl_aspects.weaving.rebinding import Pieces, Stale, in_pieces
+from sgl_aspects.weaving.rebinding import Stale
+from sgl_aspects.weaving.referrers import Pieces, in_pieces
 from sgl_aspects.weaving.targets import Target
 
 __all__ = [

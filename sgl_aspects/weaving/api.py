@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from sgl_aspects.errors import AspectsError, HookError
-from sgl_aspects.weaving.core import Weaver
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State, innermost_first
 from sgl_aspects.weaving.joinpoints import JoinPoint
+from sgl_aspects.weaving.machine import Weaver
 from sgl_aspects.weaving.modules import why_not_importable
 from sgl_aspects.weaving.rebinding import Stale
 from sgl_aspects.weaving.targets import Target
@@ -370,14 +370,13 @@ def report() -> Report:
         found = Report(
             hooks=tuple(map(_hook_report, advices)),
             stale=tuple(stale for point in weaver.points for stale in point.stale),
-            displaced=tuple(str(point.place) for point in weaver.table.displaced()),
+            displaced=tuple(str(point.place) for point in weaver.displaced()),
         )
     details = map(weaver.detail_of, advices)  # without the lock: it calls finders
     return found._replace(hooks=tuple(hook._replace(detail=why) for hook, why in zip(found.hooks, details)))
 
 
 def _hook_report(advice: Advice) -> HookReport:
-    points = weaver.table.of(advice)
     return HookReport(
         target=str(advice.target),
         hook=advice.name,
@@ -386,8 +385,8 @@ def _hook_report(advice: Advice) -> HookReport:
         source=advice.source,
         state=advice.state,
         detail=advice.detail,
-        places=tuple(str(point.place) for point, _ in points),
-        calls=sum(point.calls - before for point, before in points),
+        places=tuple(str(point.place) for point, _ in advice.points),
+        calls=sum(point.calls - before for point, before in advice.points),
         errors=advice.errors,
         required=advice.required,
         is_counted=not advice.is_class_replacement,
@@ -402,7 +401,7 @@ def explain(target: str) -> str:
         f"{target}: {advice.state.value}: {advice} ({weaver.detail_of(advice)})"
         for advice in weaver.advices
         # Compared as text: such a hook has no join point.
-        if not weaver.table.of(advice) and not set(_dotted(advice.target)).isdisjoint(_dotted(parsed))
+        if not advice.points and not set(_dotted(advice.target)).isdisjoint(_dotted(parsed))
     ]
     fault = why_not_importable(parsed)
     return "\n".join(lines) or f"{target}: no hooks" + (f" ({fault})" if fault else "")

@@ -9,16 +9,21 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import reprlib
 import sys
 import traceback
 import types
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+from sgl_aspects import compat
 from sgl_aspects.errors import HookError
+from sgl_aspects.weaving.attributes import is_class, is_module
 from sgl_aspects.weaving.hooks import Advice, Hook, HookType, Result
+
+logger = logging.getLogger("sgl_aspects")
 
 
 def build_chain(original: Hook, target: Any, advices: Sequence[Advice], *, awaits: bool) -> Hook:
@@ -229,3 +234,68 @@ class CompiledChain:
             self._namespace.pop(CHAINS_NAME, None)
             if readers:
                 self._namespace[CHAINS_NAME] = _chains
+
+
+class Compiler:
+    """torch.compile and torch.jit, once they are loaded.
+
+    :ivar compiling: a test of whether torch.compile traces the caller; None until it is loaded.
+    """
+
+    MODULES = ("torch._dynamo", "torch.jit.frontend")
+    """Once the first is loaded, torch.compile may trace a woven function; once the second is, torch.jit may
+    compile its source, without its hooks."""
+
+    def __init__(self) -> None:
+        self.compiling: Any = None
+        self._unwatch: Callable[[], None] | None = None
+        self._changes: dict[tuple[int, str, str], int] = {}  # of functions that torch guards
+
+    def notice(self, points: Iterable[Any]) -> None:
+        """Look whether they have been loaded; ``points``: all join points, read again by then."""
+        dynamo, frontend = map(sys.modules.get, self.MODULES)
+        if self._unwatch is None and frontend is not None:
+            self._unwatch = compat.watch_torchscript(frontend, lambda one: _warn_scripted(one, points))
+        compiler = sys.modules.get("torch.compiler")
+        if self.compiling is None and dynamo is not None and compiler is not None:
+            self.compiling = compat.compiling_test(compiler)
+            for point in points:
+                point.refresh(self.compiling)
+
+    def leave(self) -> None:
+        """Undo what torch.jit was given."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+
+    def forget(self, advices: Iterable[Advice], points: Iterable[Any]) -> None:
+        """Reset torch.compile if its code may contain the old body of one of ``points``.
+
+        It guards functions of a module and woven functions, but not the methods of a class; and it compiles
+        a caller anew only a few times.
+        """
+        if self.MODULES[0] not in sys.modules or all(one.hook_type is HookType.OBSERVE for one in advices):
+            return
+        stale = []
+        for point in points:
+            if is_class(point.inner) or not is_module(point.place.owner):
+                stale.append(point.inner)
+            else:
+                changes = self._changes[point.place.key] = self._changes.get(point.place.key, 0) + 1
+                if changes % _MOST_RECOMPILED == 0:
+                    stale.append(point.inner)
+        compat.forget_compiled(stale)
+
+
+_MOST_RECOMPILED = 7
+"""torch.compile compiles a function at most eight times, and fails then if it must have the whole graph."""
+
+
+def _warn_scripted(function: Any, points: Iterable[Any]) -> None:
+    for point in points:
+        if point.function is function and point.active:
+            logger.warning(
+                "torch.jit compiles %s from its source, without its hooks: %s; hook what calls the "
+                "compiled function, or exclude this one with torch.jit.ignore",
+                *(point.place, ", ".join(map(str, point.advices))),
+            )

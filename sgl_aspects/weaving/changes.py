@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from sgl_aspects.weaving.rebinding import is_in_pieces
+from sgl_aspects.weaving.referrers import is_in_pieces
 
 logger = logging.getLogger("sgl_aspects")
 
@@ -59,7 +59,7 @@ class Changes:
                 try:
                     self._run_deferred()
                 finally:
-                    self._is_running = False  # without a call, which fails at the recursion limit
+                    self._is_running = False
                 self._finish()
 
     def run_or_defer(self, change: Change, subjects: list[Any]) -> None:

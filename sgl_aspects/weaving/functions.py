@@ -13,8 +13,8 @@ variables of the target's own, so that `inspect.getclosurevars` and debuggers sh
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
+import logging
 import sys
 import types
 import weakref
@@ -24,6 +24,8 @@ from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import Attributes, OwnDict, holds
 from sgl_aspects.weaving.chain import CompiledChain, NativeLink, calls_original
 from sgl_aspects.weaving.templates import FunctionKind, Shape, kind_of_code, template
+
+logger = logging.getLogger("sgl_aspects")
 
 Observers = tuple[tuple[Any, Any, Any], ...]
 """(enter, exit, failed) for each observer, outermost first; enter or exit may be None.
@@ -37,16 +39,13 @@ class WovenFunction:
 
     :param original: the function whose name, documentation and attributes it copies.
     :param anonymous: ``original`` is a callable of another type; the function runs behind a proxy.
-    :ivar code: its code. Others may give it a copy, which needs the chain that lives as long as this.
     :ivar function: the replacement of the target.
     """
 
     __slots__ = (
         *("_body", "_calls", "_compiled", "_in_c", "_iterable", "_model", "_run", "_signature", "_taken"),
-        *("applied", "code", "function", "kind"),
+        *("applied", "function", "kind"),
     )
-
-    code: types.CodeType
 
     def __init__(self, original: Any, *, anonymous: bool = False) -> None:
         self.kind = FunctionKind.of(original)
@@ -79,22 +78,9 @@ class WovenFunction:
         return int(getattr(self._calls, _COUNT)) + (0 if self._in_c is None else self._in_c.calls)
 
     @property
-    def patch(self) -> types.CodeType | None:
-        """The code that others have assigned to the function, which runs without hooks; None if none have."""
-        code = self._run.__code__
-        return None if not self.applied or holds(code.co_consts, self._calls) else code
-
-    def _assign(self, code: types.CodeType) -> None:
-        """Make ``code`` the function's, and that of functions that others have made with its code.
-
-        Code that others have assigned to the function, which calls those, is left in place.
-        """
-        if self.patch is None:
-            self._run.__code__ = code
-        else:
-            for copy in _copies(self.code):
-                copy.__code__ = code
-        self.code = code
+    def is_patched(self) -> bool:
+        """Return whether others have given the function new code, which runs without hooks."""
+        return self.applied and not holds(self._run.__code__.co_consts, self._calls)
 
     def set_hooks(self, head: Any, observers: Observers, compiling: Any = None, caller: Any = None) -> None:
         """Swap the hooks: from the next call on, ``head`` and ``observers`` run.
@@ -118,7 +104,8 @@ class WovenFunction:
             code = code.replace(co_consts=(*code.co_consts, self._in_c))
         if self._compiled is not None and compiling is not None:
             self._compiled.set(head, compiling, code)
-        self._assign(code)
+        if not self.is_patched:
+            self._run.__code__ = code
         if before is not None:
             counted = float(before.calls)
             setattr(
@@ -128,6 +115,7 @@ class WovenFunction:
 
     def release(self, head: Any) -> None:
         """Remove all hooks: remaining references to the function call ``head``."""
+        self.applied = False
         self.set_hooks(head, ())
         original = self._run.__dict__.get("__wrapped__")
         if type(original) is types.FunctionType and weakref.getweakrefcount(self._run):
@@ -157,10 +145,8 @@ class WovenFunction:
             if getattr(self.function, name) is not value:
                 setattr(original, name, getattr(self.function, name))
         _copy_attributes(self.function, original)
-        if self.patch is not None:
-            for copy in _copies(self.code):
-                copy.__code__ = original.__code__
-            original.__code__, self._run.__code__ = self.patch, self.code
+        if self.is_patched:
+            logger.warning("%s: the __code__ that others gave it goes with its hooks", original.__qualname__)
 
     def _code(self, shape: Shape, hooks: dict[str, Any]) -> types.CodeType:
         """Return the code of ``shape`` with these hooks, and the model's names and lines."""
@@ -237,10 +223,6 @@ def _hashable(constant: Any) -> Any:
 
 def _call_hooks(*args: Any, **kwargs: Any) -> Any:
     """The function behind a proxy, as tracebacks show it."""
-
-
-def _copies(code: types.CodeType) -> list[types.FunctionType]:
-    return [one for one in gc.get_referrers(code) if type(one) is types.FunctionType]
 
 
 def _first_line(code: types.CodeType) -> int:

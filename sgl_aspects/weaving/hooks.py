@@ -111,11 +111,18 @@ class Advice:
     :ivar caller: calls an observer in C if it is the only hook (:meth:`.WovenFunction.set_hooks`).
     :ivar errors: the number of an observer's exceptions that were contained.
     :ivar sequence: increases with each advice.
+
+    The weaver alone changes these:
+
+    :ivar state, detail: where the hook stands, and why it is not woven.
+    :ivar rank: the alternate of the target that is woven; None if there is none yet.
+    :ivar absent: why alternates can never be woven, by their ranks.
+    :ivar points: the join points, each with its number of calls before the hook was added.
     """
 
     __slots__ = (
         *("target", "hook_type", "hook", "order", "source", "required", "on_lost"),
-        *("caller", "enabled", "errors", "state", "detail", "sequence"),
+        *("caller", "enabled", "errors", "sequence", "state", "detail", "rank", "absent", "points"),
     )
 
     def __init__(
@@ -135,8 +142,16 @@ class Advice:
         self.source = source or current_source.get()
         self.required, self.on_lost = required, on_lost
         self.caller: Callable[..., Any] | None = None
-        self.enabled, self.errors, self.state, self.detail = True, 0, State.REMOVED, ""
+        self.errors = 0
         self.sequence = next(_sequence)
+        self.points: list[tuple[Any, Any]] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Return to the state before it was woven."""
+        self.enabled, self.state, self.detail = True, State.REMOVED, ""
+        self.rank: int | None = None
+        self.absent: dict[int, str] = {}
 
     def with_hook(self, hook: Any) -> Advice:
         """Return the same advice with another hook, not woven."""
@@ -170,6 +185,13 @@ class Advice:
                 error,
                 exc_info=error,
             )
+
+    def report_lost(self, what: str) -> None:
+        """Tell that no later import can make the hook work."""
+        if self.on_lost is not None:
+            self.on_lost(self.detail)
+        else:
+            logger.warning("%s %s: %s", self, what, self.detail)
 
 
 def _check_hook(hook: Any, hook_type: object, target: Target) -> None:

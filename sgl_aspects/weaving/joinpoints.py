@@ -20,13 +20,15 @@ from sgl_aspects.weaving.attributes import (
     bases,
     class_name,
     current,
+    derives,
+    inherited,
 )
 from sgl_aspects.weaving.chain import build_chain
-from sgl_aspects.weaving.descriptors import open_attribute, rebuild
+from sgl_aspects.weaving.descriptors import WovenProxy, open_attribute, passing_on, rebuild
 from sgl_aspects.weaving.functions import WovenFunction
 from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
-from sgl_aspects.weaving.proxies import WovenProxy, passing_on
-from sgl_aspects.weaving.rebinding import Exclusions, Pair, Stale
+from sgl_aspects.weaving.rebinding import Pair, Stale
+from sgl_aspects.weaving.referrers import Exclusions, own_referrers
 from sgl_aspects.weaving.templates import FunctionKind
 
 logger = logging.getLogger("sgl_aspects")
@@ -35,6 +37,65 @@ Extra = tuple[int, int]
 """The number of unaccounted references to an attribute's value, and to the callable in it; -1 if unknown."""
 
 UNKNOWN: Extra = (-1, -1)
+
+
+class Slot:
+    """The attribute of a join point, or of several for a property: its original and the installed value.
+
+    :ivar superseded: the module's code ran again, and another join point has the attribute now.
+    """
+
+    __slots__ = ("_made", "_occupants", "_place", "original", "standing", "superseded")
+
+    def __init__(self, place: AttributeReference) -> None:
+        self._place = place
+        self.original = self.standing = place.raw
+        self.superseded = False
+        self._occupants: dict[str, Any] = OwnDict()  # woven callables, by part; a class as ""
+        self._made: dict[frozenset[tuple[str, int]], Any] = OwnDict()
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether several functions of a property are woven, or may be."""
+        return len(self._occupants) > 1 or len(self._made) > 1
+
+    def with_occupant(self, part: str, woven: Any) -> Any:
+        """Return the attribute's value with ``woven`` installed."""
+        return self._with(OwnDict(self._occupants, **{part: woven}))
+
+    def put(self, part: str, woven: Any) -> None:
+        """Install ``woven``.
+
+        :raises Exception: the attribute cannot be written; nothing has changed then.
+        """
+        self._stand(OwnDict(self._occupants, **{part: woven}))
+
+    def take_out(self, part: str) -> None:
+        """Uninstall the callable of ``part``; the original is restored with the last one."""
+        self._stand(OwnDict(item for item in self._occupants.items() if item[0] != part))
+
+    def _stand(self, occupants: dict[str, Any]) -> None:
+        owner, name = self._place.owner, self._place.name
+        wanted, present = self._with(occupants), current(owner, name)
+        vacant = self._place.inherited and not self._occupants
+        if self.superseded or present is not (MISSING if vacant else self.standing):
+            logger.info("%s: another patch is there; it is left in place", self._place)
+        elif self._place.inherited and not occupants:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, wanted)
+            if current(owner, name) is present:
+                raise AttributeError(f"its type {class_name(type(owner))} ignores assignments")
+        self._occupants = occupants
+        self.standing = wanted
+
+    def _with(self, occupants: Mapping[str, Any]) -> Any:
+        if not occupants:
+            return self.original
+        key = frozenset([(part, id(woven)) for part, woven in occupants.items()])
+        if key not in self._made:
+            self._made[key] = rebuild(self._place, occupants)
+        return self._made[key]
 
 
 class JoinPoint(abc.ABC):
@@ -53,6 +114,8 @@ class JoinPoint(abc.ABC):
     kind: str
     function: Any = None
     calls: Any = 0
+    extra: Extra = UNKNOWN
+    """The unaccounted references to what is installed now."""
 
     def __init__(self, place: AttributeReference, inner: Any, slot: Slot) -> None:
         self.place, self.inner, self.slot = place, inner, slot
@@ -62,18 +125,18 @@ class JoinPoint(abc.ABC):
 
     @property
     def original(self) -> Any:
-        """The object to restore; for an inherited attribute, the present one of the base."""
+        """The object to restore."""
         return self.slot.original
-
-    @property
-    @abc.abstractmethod
-    def replacement(self) -> Any:
-        """The object to install, installed or not."""
 
     @property
     def standing(self) -> Any:
         """The object last installed here: the original, or the replacement."""
         return self.slot.standing
+
+    @property
+    def expected(self) -> Any:
+        """The entry in the dictionary of the owner, unless other code has changed it."""
+        return MISSING if self.place.inherited and not self.installed else self.standing
 
     @property
     def displaced(self) -> bool:
@@ -83,6 +146,11 @@ class JoinPoint(abc.ABC):
     @property
     def active(self) -> bool:
         return any(advice.enabled for advice in self.advices)
+
+    @property
+    @abc.abstractmethod
+    def replacement(self) -> Any:
+        """The object to install, installed or not."""
 
     @abc.abstractmethod
     def add(self, advice: Advice) -> None:
@@ -112,18 +180,8 @@ class JoinPoint(abc.ABC):
     def release(self) -> None:  # noqa: B027  not all need it
         """Free what only hooks need: none will be added again."""
 
-    def follow(self, below: Any) -> None:  # noqa: B027  not all need it
-        """Call ``below`` from now on: the base class's attribute was hooked or restored."""
 
-    @property
-    def below(self) -> Any:
-        """The object to restore."""
-        return self.original
-
-    @property
-    def extra(self) -> Extra:
-        """The unaccounted references to what is installed now."""
-        return UNKNOWN
+# -- functions -----------------------------------------------------------------------------------------------
 
 
 class FunctionJoinPoint(JoinPoint):
@@ -153,6 +211,14 @@ class FunctionJoinPoint(JoinPoint):
     def calls(self) -> int:
         return self.woven.calls
 
+    @property
+    def displaced(self) -> bool:
+        return super().displaced or (self.installed and self.woven.is_patched)
+
+    @property
+    def _is_async(self) -> bool:
+        return self.woven.kind is FunctionKind.COROUTINE
+
     def add(self, advice: Advice) -> None:
         if advice.is_class_replacement:
             raise HookError(
@@ -168,21 +234,9 @@ class FunctionJoinPoint(JoinPoint):
             self._observers[advice] = advice.hook.bound_to(self.inner)
         self.advices.append(advice)
 
-    @property
-    def _is_async(self) -> bool:
-        return self.woven.kind is FunctionKind.COROUTINE
-
     def remove(self, advice: Advice) -> None:
         super().remove(advice)
         self._observers.pop(advice, None)
-
-    def follow(self, below: Any) -> None:
-        self.inner, self._called = open_attribute(self.place._replace(raw=below))
-        self.slot.follow(below)
-
-    @property
-    def displaced(self) -> bool:
-        return super().displaced or (self.installed and self.woven.patch is not None)
 
     def refresh(self, compiling: Any = None) -> None:
         active = _once([advice for advice in innermost_first(self.advices) if advice.enabled])
@@ -210,24 +264,21 @@ class FunctionJoinPoint(JoinPoint):
         elif not self.active and self.installed and not (self.advices and self.displaced):
             # Another patch on top may call the replacement, which stays until its last hook is removed.
             self.installed = False
+            if self.place.inherited:  # the base may have another one by now
+                below = inherited(self.place.owner, self.place.name)
+                if below is not MISSING:
+                    self.slot.original = below
+                    self.inner, _ = open_attribute(self.place._replace(raw=below))
+            elif self.inner is self.original and type(self.woven) is WovenProxy:
+                # Its owner may have removed a wrapper that was below.
+                self.inner = self.slot.original = self.function.__wrapped__
             self._exchange_attributes()
             self.slot.take_out(self.place.part)
 
-    @property
-    def below(self) -> Any:
-        """The object to restore, after its owner has removed another patch under the proxy."""
-        if type(self.woven) is WovenProxy and self.inner is self.original:
-            return self.function.__wrapped__
-        return self.original
-
     def _exchange_attributes(self) -> None:
         self.stale.clear()
-        if self._has_attributes:
+        if type(self.woven) is WovenFunction and type(self.inner) is types.FunctionType:
             (self.woven.take_attributes if self.active else self.woven.give_attributes)(self.inner)
-
-    @property
-    def _has_attributes(self) -> bool:
-        return type(self.woven) is WovenFunction and type(self.inner) is types.FunctionType
 
     def pairs(self, before: Any, after: Any, extra: Extra, exclude: Exclusions) -> Iterator[Pair]:
         old, new = (self.inner, self.function) if self.installed else (self.function, self.inner)
@@ -242,7 +293,7 @@ class FunctionJoinPoint(JoinPoint):
             yield Pair(old, new, extra[1], exclude, only)
 
     @property
-    def extra(self) -> Extra:
+    def extra(self) -> Extra:  # type: ignore[override]
         kind, inherits = type(self.original), self.place.inherited
         if kind not in _STAND_INS or self.place.binds_to_owner:
             return UNKNOWN
@@ -271,10 +322,6 @@ class FunctionJoinPoint(JoinPoint):
         )
 
 
-def _property() -> property:
-    return property(lambda self: None, lambda self, value: None, lambda self: None)
-
-
 _C_CALLABLES = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
     types.WrapperDescriptorType,
@@ -284,7 +331,7 @@ _STAND_INS: dict[type, Callable[[], Any]] = {
     types.FunctionType: lambda: lambda: None,
     classmethod: lambda: classmethod(lambda cls: None),
     staticmethod: lambda: staticmethod(lambda: None),
-    property: _property,
+    property: lambda: property(lambda self: None, lambda self, value: None, lambda self: None),
     functools.cached_property: lambda: functools.cached_property(lambda self: None),
     type(functools.lru_cache(len)): lambda: functools.lru_cache(lambda: None),
 }
@@ -329,77 +376,55 @@ class _Failed:
         return self
 
 
-class Slot:
-    """The attribute of a join point, or of several for a property: its original and the installed value.
+# -- classes -------------------------------------------------------------------------------------------------
 
-    :ivar superseded: the module's code ran again, and another join point has the attribute now.
-    """
 
-    __slots__ = ("_made", "_occupants", "_place", "standing", "superseded")
+class ClassJoinPoint(JoinPoint):
+    """A class that is replaced as a whole, by a class. Subclasses that exist keep the base that they have."""
+
+    __slots__ = ("_kept", "_own", "_replacement")
+
+    kind = "a class"
 
     def __init__(self, place: AttributeReference) -> None:
-        self._place = place
-        self.standing = place.raw
-        self.superseded = False
-        self._occupants: dict[str, Any] = OwnDict()  # woven callables, by part; a class as ""
-        self._made: dict[frozenset[tuple[str, int]], Any] = OwnDict()
+        super().__init__(place, place.raw, Slot(place))
+        self._replacement: type = self.inner
+        self._kept: Exclusions = frozenset()
+        self._own: dict[type, tuple[Exclusions, list[Any]]] = OwnDict()
 
     @property
-    def original(self) -> Any:
-        return self._place.raw
+    def replacement(self) -> type:
+        return self._replacement
 
-    def with_occupant(self, part: str, woven: Any) -> Any:
-        """Return the attribute's value with ``woven`` installed."""
-        return self._with(OwnDict(self._occupants, **{part: woven}))
+    def add(self, advice: Advice) -> None:
+        if not advice.is_class_replacement:
+            raise HookError(
+                f"{self.place} is a class, and a class takes only REPLACE with a class; to hook what it "
+                f"does, name one of its methods: '{self.place}.__init__'"
+            )
+        self.advices.append(advice)
 
-    @property
-    def is_shared(self) -> bool:
-        """Return whether several functions of a property are woven, or may be."""
-        return len(self._occupants) > 1 or len(self._made) > 1
+    def pairs(self, before: Any, after: Any, extra: Extra, exclude: Exclusions) -> Iterator[Pair]:
+        # Referrers of a replacement from before, and its own references, are not rebound.
+        self._kept |= exclude
+        yield Pair(before, after, extra[0], self._kept.union(*(kept for kept, _ in self._own.values())))
 
-    def put(self, part: str, woven: Any) -> None:
-        """Install ``woven``.
-
-        :raises Exception: the attribute cannot be written; nothing has changed then.
-        """
-        self._stand(OwnDict(self._occupants, **{part: woven}))
-
-    def take_out(self, part: str) -> None:
-        """Uninstall the callable of ``part``; the original is restored with the last one."""
-        self._stand(OwnDict(item for item in self._occupants.items() if item[0] != part))
-
-    def follow(self, below: Any) -> None:
-        """Change the original: the base class's attribute has changed."""
-        self._place = self._place._replace(raw=below)
-        self._made.clear()
-        if self._occupants:
-            self._made[_key(self._occupants)] = self.standing
-        else:
-            self.standing = below
-
-    def _stand(self, occupants: dict[str, Any]) -> None:
-        owner, name = self._place.owner, self._place.name
-        wanted, present = self._with(occupants), current(owner, name)
-        vacant = self._place.inherited and not self._occupants
-        if self.superseded or present is not (MISSING if vacant else self.standing):
-            logger.info("%s: another patch is there; it is left in place", self._place)
-        elif self._place.inherited and not occupants:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, wanted)
-            if current(owner, name) is present:
-                raise AttributeError(f"its type {class_name(type(owner))} ignores assignments")
-        self._occupants = occupants
-        self.standing = wanted
-
-    def _with(self, occupants: Mapping[str, Any]) -> Any:
-        if not occupants:
-            return self.original
-        key = _key(occupants)
-        if key not in self._made:
-            self._made[key] = rebuild(self._place, occupants)
-        return self._made[key]
-
-
-def _key(occupants: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
-    return frozenset([(part, id(woven)) for part, woven in occupants.items()])
+    def apply(self, compiling: Any = None) -> None:
+        active = [advice for advice in innermost_first(self.advices) if advice.enabled]
+        wanted = active[-1].hook if active else self.original
+        if wanted is self.standing:
+            return
+        self.stale.clear()
+        if self.installed:
+            self.slot.take_out("")
+        self.installed = bool(active)
+        if active:
+            if wanted not in self._own:
+                self._own[wanted] = own_referrers(wanted)
+            self._replacement = wanted
+            self.slot.put("", wanted)
+            hooks = [advice.hook for advice in self.advices]
+            for subclass in type.__subclasses__(self.original):
+                if not any(derives(hook, subclass) for hook in hooks):
+                    fault = f"the bases of {class_name(subclass)}, which was defined before; replace it, too"
+                    self.stale.append(Stale(str(self.place), fault))

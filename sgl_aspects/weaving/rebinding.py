@@ -14,16 +14,13 @@ Referrers that cannot be changed (tuples, C objects) are returned as :class:`Sta
 from __future__ import annotations
 
 import collections
-import contextlib
-import contextvars
 import functools
 import gc
 import itertools
 import sys
-import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from sgl_aspects import compat
@@ -47,6 +44,7 @@ from sgl_aspects.weaving.attributes import (
 from sgl_aspects.weaving.chain import is_of_caller
 from sgl_aspects.weaving.descriptors import descriptor_anew
 from sgl_aspects.weaving.hooks import Result
+from sgl_aspects.weaving.referrers import Exclusions, referrers, unfrozen
 from sgl_aspects.weaving.templates import SUSPENDS
 
 # -- kinds of referrers -------------------------------------------------------------------------------------
@@ -195,10 +193,6 @@ class Stale(NamedTuple):
     holder: str
 
 
-Exclusions = frozenset[Any]
-"""Ids of containers that are not changed at all, and pairs of a namespace's id and one name in it."""
-
-
 class Pair(NamedTuple):
     """An object ``old`` to replace by ``new`` in its referrers.
 
@@ -274,7 +268,7 @@ class _Collected:
 
     def _round(self) -> list[Pair]:
         olds = [pair.old for pair in self.pairs.values()]
-        found = [one for one in _referrers(olds) if id(one) not in self.kept and not _is_ours(one)]
+        found = [one for one in referrers(olds) if id(one) not in self.kept and not _is_ours(one)]
         owners: dict[int, list[Any]] = {}
         owned = [one for one in found if is_a(one, tuple)]
         for one in found:  # dictionaries of a class or an instance
@@ -318,7 +312,7 @@ class _Collected:
         """Change instances whose hash depends on an old object, and insert them anew where they are keys."""
         containers = [
             one
-            for one in _referrers(instances)
+            for one in referrers(instances)
             if is_a(one, (dict, set, frozenset, tuple)) and not _is_ours(one)
         ]
         for instance in instances:
@@ -380,7 +374,7 @@ class _Collected:
         """Return the owners of each of ``held``: classes of dictionaries, functions of defaults."""
         known = {id(referrer) for referrer in held}
         owners: dict[int, list[Any]] = {}
-        for owner in _referrers(held):
+        for owner in referrers(held):
             if owner is found or is_a(owner, types.FrameType):
                 continue
             if _is_ours(owner):
@@ -429,88 +423,6 @@ def _concerns(only: Any, bound_to: Any) -> bool:
     if not is_class(only):
         return bound_to is only
     return derives(bound_to if is_class(bound_to) else type(bound_to), only)
-
-
-class Pieces:
-    """Searches of the heap with rests in between. ``longest``: processor seconds of the longest piece.
-
-    After a few milliseconds of work the thread sleeps ``rest`` times as long, so that others get the GIL and
-    a processor. It does not sleep after each piece, where others get the GIL anyway: each sleep ends with a
-    wait for it, which is long on a machine with few processors and many programs.
-    """
-
-    def __init__(self, rest: float) -> None:
-        self.longest, self._rest, self._worked = 0.0, rest, time.thread_time()
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        begin = time.thread_time()
-        yield
-        end = time.thread_time()
-        self.longest = max(self.longest, end - begin)
-        if end - self._worked >= _WORK_SECONDS:
-            time.sleep(self._rest * (end - self._worked))
-            self._worked = time.thread_time()
-
-
-_pieces: contextvars.ContextVar[Pieces | None] = contextvars.ContextVar("sgl_aspects_pieces", default=None)
-_PIECE_OBJECTS = 4  # a pass over the heap takes 1.5 times as long for four objects as for one
-_WORK_SECONDS = 0.005
-
-
-@contextlib.contextmanager
-def in_pieces(rest: float = 1.0) -> Iterator[Pieces]:
-    """Split rebinding in the block into several passes over the heap: other threads run in between.
-
-    For a process that serves; in total it takes longer than a single pass.
-    """
-    pieces = Pieces(rest)
-    token = _pieces.set(pieces)
-    try:
-        yield pieces
-    finally:
-        _pieces.reset(token)
-
-
-def is_in_pieces() -> bool:
-    """Return whether the caller is within `in_pieces`."""
-    return _pieces.get() is not None
-
-
-@contextlib.contextmanager
-def unfrozen() -> Iterator[None]:
-    """Undo `gc.freeze()`, which engines call, in the block: it hides objects from `gc.get_referrers()`.
-
-    Afterwards all live objects are frozen, including those created since the engine froze the heap.
-    """
-    if not compat.is_heap_frozen():
-        yield
-        return
-    gc.collect()  # garbage must not be frozen
-    gc.unfreeze()
-    try:
-        yield
-    finally:
-        gc.freeze()
-
-
-def _referrers(objects: list[Any]) -> list[Any]:
-    """Return every tracked object that refers to one of ``objects``.
-
-    Holds no other objects, unlike a list of `gc.get_objects()`: ``tuple(generator)`` raises SystemError in an
-    engine's thread if its unfinished tuple is held, and a bytearray cannot grow while a memoryview of it is.
-    """
-    pieces = _pieces.get()
-    size = len(objects) or 1 if pieces is None else _PIECE_OBJECTS
-    found: dict[int, Any] = {}
-    for start in range(0, len(objects), size):
-        # An explicit tuple, removed below: Python 3.13 would return the one that it creates for the call.
-        arguments = tuple(objects[start : start + size])
-        with contextlib.nullcontext() if pieces is None else pieces.one():
-            found.update({id(referrer): referrer for referrer in gc.get_referrers(*arguments)})
-        for own in (objects, arguments, found):
-            found.pop(id(own), None)
-    return list(found.values())
 
 
 def describe(obj: Any) -> str:

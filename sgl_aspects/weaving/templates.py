@@ -135,7 +135,7 @@ def _compiled(shape: Shape) -> list[str]:
     return (
         _delegate_async(result)
         if shape.kind is FunctionKind.ASYNC_GENERATOR
-        else ["pass", f"return {result}"]
+        else ["pass", f"return ({result})"]
     )
 
 
@@ -186,7 +186,10 @@ def _observed(shape: Shape) -> list[str]:
         *("    pass", "    raise"),
     ]
     lines += _exits(shape, exits, "result", "None")
-    return lines if shape.kind is FunctionKind.ASYNC_GENERATOR else [*lines, "pass", "return result"]
+    return [
+        *lines,
+        *(["return"] if shape.kind is FunctionKind.ASYNC_GENERATOR else ["pass", "return result"]),
+    ]
 
 
 def _exits(shape: Shape, exits: list[int], result: str, error: str) -> list[str]:

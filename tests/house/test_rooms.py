@@ -192,8 +192,8 @@ def test_modules_of_the_weaving_core_are_private() -> None:
 
 
 WEAVING = (
-    *("targets", "attributes", "hooks", "functions", "proxies", "descriptors", "rebinding"),
-    *("joinpoints", "replacements", "modules", "table", "changes", "core", "api", "__init__"),
+    *("targets", "attributes", "hooks", "chain", "templates", "functions", "descriptors", "referrers"),
+    *("rebinding", "joinpoints", "modules", "changes", "machine", "api", "__init__"),
 )
 
 

@@ -26,7 +26,7 @@ LONGER = {
     "tracing/test_engine.py": 458,
     "tracing/test_metrics.py": 408,
     "tracing/test_otlp.py": 429,
-    "weaving/test_classes.py": 773,
+    "weaving/test_classes.py": 696,
     "weaving/test_hooks.py": 689,
     "weaving/test_hostile.py": 461,
     "weaving/test_importing.py": 908,

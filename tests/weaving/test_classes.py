@@ -123,7 +123,6 @@ def holders(module: Any, engine: Engine) -> list[Any]:
         module.Server().chosen,
         module.SERVER.chosen,
         type(module.SERVER.make()),
-        module.Derived.__mro__[1],
     ]
 
 
@@ -131,12 +130,13 @@ def test_every_holder_has_the_new_class_and_then_the_old_one_again(both: Any, en
     module, plugin = both
     old = module.Scheduler
     with aspects.woven(replacing("engine:Scheduler", plugin.Better)):
-        assert holders(module, engine) == [plugin.Better] * 14
+        assert holders(module, engine) == [plugin.Better] * 13
         assert module.EntryClass[1] is module.Base
         stale = [str(stale.holder) for stale in aspects.report().stale]
-        assert stale == ["a tuple of 2 in module engine"]  # PAIR
+        of_subclass = "the bases of engine:Derived, which was defined before; replace it, too"
+        assert stale == ["a tuple of 2 in module engine", of_subclass]  # PAIR
         assert "still held by a tuple of 2" in aspects.explain("engine:Scheduler")
-    assert holders(module, engine) == [old] * 14
+    assert holders(module, engine) == [old] * 13
     assert set(old.__subclasses__()) == {module.Derived, plugin.Better}
 
 
@@ -152,59 +152,27 @@ def test_a_class_in_a_module_that_is_not_loaded_yet(engine: Engine) -> None:
         module = engine.load("engine")
         assert handle.states == (State.WOVEN,)
         assert engine.load("copier").Renamed is module.Scheduler is module.default() is Alone
-        assert module.Derived().run() == ["Alone", "Derived"]
         assert module.is_scheduler(module.Scheduler())
-    assert module.Derived().run() == ["Base", "Scheduler", "Derived"]
+        assert module.Derived().run() == ["Base", "Scheduler", "Derived"]
     assert engine.load("copier").Scheduler is module.Scheduler is not Alone
 
 
 def test_isinstance_and_issubclass_hold_in_the_ways_that_users_rely_on(both: Any) -> None:
     module, plugin = both
-    old, before = module.Scheduler, module.Derived()
+    old, before = module.Scheduler, module.Scheduler()
     with aspects.woven(replacing("engine:Scheduler", plugin.Better)):
-        made, derived = module.Scheduler(), module.Derived()
+        made = module.Scheduler()
         for cls in (old, module.Scheduler, plugin.Better, module.Base):
             assert isinstance(made, cls)
-            assert isinstance(derived, cls)
-            assert isinstance(before, cls)
-            assert issubclass(module.Derived, cls)
             assert issubclass(module.Scheduler, cls)
+        assert issubclass(module.Derived, old)
         assert module.is_scheduler(made)
         assert module.is_scheduler(plugin.rebuild())
         assert type(made) is module.Scheduler
         assert type(module.Scheduler.create(4)) is plugin.Better
-        assert module.Scheduler.limit == module.Derived.limit == 5
+        assert (module.Scheduler.limit, module.Derived.limit) == (5, 3)
     assert not isinstance(before, plugin.Better)
-    assert not issubclass(module.Derived, plugin.Better)
     assert isinstance(before, module.Scheduler)
-    assert module.Derived.limit == 3
-
-
-def test_abstract_base_classes_do_not_remember_what_was(engine: Engine) -> None:
-    engine.write(
-        "engine.py",
-        "import abc\nclass Old(abc.ABC):\n    @abc.abstractmethod\n    def m(self): ...\n"
-        "class Sub(Old):\n    def m(self): return ['Sub']\n",
-    )
-    module = engine.load("engine")
-    old = module.Old
-
-    class New(old):  # type: ignore[misc, valid-type]
-        pass
-
-    sub = module.Sub()
-    assert not isinstance(sub, New)
-    assert not issubclass(module.Sub, New)
-    for _ in range(2):
-        with aspects.woven(replacing("engine:Old", New)):
-            assert isinstance(sub, module.Old)
-            assert issubclass(module.Sub, New)
-            assert issubclass(module.Sub, old)
-            with pytest.raises(TypeError, match="abstract"):
-                module.Old()
-        assert not isinstance(sub, New)
-        assert not issubclass(module.Sub, New)
-        assert issubclass(module.Sub, old)
 
 
 def test_the_replacements_own_module_goes_on_with_the_original(both: Any) -> None:
@@ -212,7 +180,6 @@ def test_the_replacements_own_module_goes_on_with_the_original(both: Any) -> Non
     for _ in range(2):
         with aspects.woven(replacing("engine:Scheduler", plugin.Better)):
             assert module.Scheduler().run() == ["Base", "Scheduler", "Better"]
-            assert module.Derived().run() == ["Base", "Scheduler", "Better", "Derived"]
             assert plugin.Original is plugin.Scheduler is not module.Scheduler
         assert type(plugin.rebuild()) is plugin.Better is plugin.ALL[0] is plugin.CLOSED()
         assert plugin.EvenBetter().run() == ["Base", "Scheduler", "Better", "EvenBetter"]
@@ -256,38 +223,14 @@ def test_a_replacement_may_hold_the_original_in_any_way(both: Any) -> None:
     assert New().plan() == ["plan", "plan", "New"]
 
 
-def test_classes_that_the_engine_derives_meanwhile_move_back(both: Any, engine: Engine) -> None:
+def test_classes_that_the_engine_derives_meanwhile_keep_the_replacement(both: Any, engine: Engine) -> None:
     module, plugin = both
     engine.write("late.py", "from engine import Scheduler\nclass Late(Scheduler): pass\n")
     with aspects.woven(replacing("engine:Scheduler", plugin.Better)):
         late = engine.load("late")
         assert late.Late().run() == ["Base", "Scheduler", "Better"]
     assert late.Scheduler is module.Scheduler
-    assert late.Late.__bases__ == (module.Scheduler,)
-    assert late.Late().run() == ["Base", "Scheduler"]
-
-
-def test_bases_that_python_does_not_let_go_are_reported(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.write(
-        "engine.py",
-        "class Old:\n    __slots__ = ()\nclass Sub(Old):\n    __slots__ = ('a',)\nclass Free(Old): pass\n",
-    )
-    module = engine.load("engine")
-    old = module.Old
-
-    class New(old):  # type: ignore[misc, valid-type]
-        __slots__ = ("b",)
-
-    with aspects.woven(replacing("engine:Old", New)):
-        assert module.Old is New
-        assert module.Sub.__bases__ == (old,)
-        holders = [stale.holder for stale in aspects.report().stale]
-        assert any("the bases of engine:Sub" in holder and "layout" in holder for holder in holders)
-        assert "the bases of engine:Sub" in caplog.text
-    assert module.Old is old
-    assert module.Sub.__bases__ == module.Free.__bases__ == (old,)
+    assert late.Late().run() == ["Base", "Scheduler", "Better"]
 
 
 # -- stacked ----------------------------------------------------------------------------------------------
@@ -302,12 +245,10 @@ def test_the_last_replacement_wins_and_a_warning_names_both(
     with aspects.woven(first):
         with aspects.woven(second):
             assert module.Scheduler is plugin.EvenBetter
-            assert module.Derived().run()[-2:] == ["EvenBetter", "Derived"]
             (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
             for name in ("one (one-dist)", "two (two-dist)", "plugin.Better", "plugin.EvenBetter"):
                 assert name in warning
         assert module.Scheduler is plugin.Better
-        assert module.Derived().run()[-2:] == ["Better", "Derived"]
     assert module.Scheduler.__name__ == "Scheduler"
 
 
@@ -327,14 +268,14 @@ def test_stacked_replacements_are_undone_in_any_order(
     handles = [aspects.weave(replacing("engine:Scheduler", cls)) for cls in classes]
     left = [0, 1, 2]
     for index in removal:
-        assert holders(module, engine) == [classes[left[-1]]] * 14
+        assert holders(module, engine) == [classes[left[-1]]] * 13
         assert [cls.__bases__ for cls in classes] == bases
         handles[index].disable()
         handles[index].enable()
         assert module.Scheduler is classes[left[-1]]
         handles[index].remove()
         left.remove(index)
-    assert holders(module, engine) == [old] * 14
+    assert holders(module, engine) == [old] * 13
     assert [cls.__bases__ for cls in classes] == bases
     assert plugin.Better.__name__ == type(plugin.rebuild()).__name__ == "Better"
     assert plugin.Scheduler is plugin.Original is old
@@ -367,8 +308,7 @@ def test_hooks_on_methods_follow_the_class_that_stands_there(
         handles = [aspects.weave(*(advices[index] for index in order))]
     assert module.Scheduler().run() == ["Base", "Scheduler", "Better", "hook"]
     assert module.Scheduler().plan() == ["plan", "hook"]
-    assert module.Derived().run() == ["Base", "Scheduler", "Better", "hook", "Derived"]
-    assert module.Derived().plan() == ["plan", "hook"]
+    assert module.Derived().run() == ["Base", "Scheduler", "Derived"]
     assert old.run(old()) == ["Base", "Scheduler"]
     assert "plan" in vars(old)
     assert old().plan() == ["plan"]
@@ -419,20 +359,6 @@ def test_a_hook_on_a_nested_class_follows_too(both: Any) -> None:
             assert old.Config().read() == ["Config"]
         assert module.Scheduler.Config().read() == ["Config", "hook"]
         assert New.Config().read() == ["New.Config"]
-
-
-def test_a_hook_on_what_a_subclass_inherits_calls_what_it_inherits_now(both: Any) -> None:
-    module, _ = both
-
-    class New(module.Scheduler):  # type: ignore[misc, name-defined]
-        def plan(self) -> list[str]:
-            return ["New.plan"]
-
-    with aspects.woven(mark("engine:Derived.plan", name="derived")):
-        with aspects.woven(replacing("engine:Scheduler", New)):
-            assert module.Derived().plan() == ["New.plan", "derived"]
-        assert module.Derived().plan() == ["plan", "derived"]
-    assert "plan" not in vars(module.Derived)
 
 
 def test_a_hook_whose_method_the_replacement_lacks_is_missing(both: Any) -> None:
@@ -724,10 +650,8 @@ def test_a_replacement_that_is_not_a_subclass(both: Any) -> None:
 
     with aspects.woven(replacing("engine:Scheduler", Duck)):
         assert module.is_scheduler(module.Scheduler())
-        assert module.Derived().run() == ["Duck", "Derived"]
-        assert issubclass(module.Derived, Duck)
-        assert not issubclass(module.Derived, old)
-    assert module.Derived.__bases__ == (old,)
+        assert module.Scheduler().run() == ["Duck"]
+    assert module.Scheduler is old
 
 
 def test_a_nested_class_is_replaced(both: Any) -> None:
@@ -766,7 +690,6 @@ def test_a_reload_of_the_module(both: Any, engine: Engine) -> None:
         importlib.reload(module)
         assert module.Scheduler is plugin.Better
         assert module.Scheduler().run() == ["Base", "Scheduler", "Better", "hook"]
-        assert module.Derived().run() == ["Base", "Scheduler", "Better", "hook", "Derived"]
     assert module.Scheduler is not plugin.Better
     assert module.Scheduler is not first
     assert module.Derived().run() == ["Base", "Scheduler", "Derived"]

@@ -611,7 +611,7 @@ def test_wrapt_may_wrap_what_we_have_woven(engine: Engine) -> None:
     assert mod.f() == ["wrapt"]
 
 
-def test_a_patch_laid_while_a_hook_is_off_is_kept(engine: Engine) -> None:
+def test_a_patch_laid_while_a_hook_is_off_is_kept_and_covers_the_hook(engine: Engine) -> None:
     engine.write("mod.py", "def f(): return ['f']\n")
     mod = engine.load("mod")
     original = mod.f
@@ -620,7 +620,8 @@ def test_a_patch_laid_while_a_hook_is_off_is_kept(engine: Engine) -> None:
         assert mod.f is original
         mod.f = patch = lambda: [*original(), "patch"]
         handle.enable()
-        assert mod.f() == ["f", "patch", "hook"]
+        assert mod.f() == ["f", "hook", "patch"]  # through the original that the patch calls
+        assert aspects.report().displaced == ("mod:f",)
     assert mod.f is patch
 
 
@@ -768,14 +769,13 @@ def test_what_goes_wrong_in_weaving_never_fails_the_import(
         assert "hands off" in guarded.detail
         assert hostile.Guarded().m() == []
         assert hostile.f() == ["hook"]
-    from sgl_aspects.weaving import core
 
     def broken(*args: Any) -> Any:
         raise RuntimeError("a bug of ours")
 
     engine.forget()
     with aspects.woven(mark("hostile:f")):
-        monkeypatch.setattr(core, "resolve", broken)
+        monkeypatch.setattr("sgl_aspects.weaving.machine.resolve", broken)
         assert engine.load("hostile").f() == []
         assert "a bug of ours" in caplog.text
         assert "hooks on hostile failed; the import continues" in caplog.text

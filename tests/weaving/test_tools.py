@@ -172,7 +172,7 @@ def test_the_first_stop_at_a_breakpoint_is_in_the_users_body(tmp_path: Path, pla
     program = tmp_path / "program.py"
     program.write_text(PDB.format(folder=str(tmp_path), before="print('ready')"))
     last = len(program.read_text().splitlines())
-    before = "" if HIDES_FRAMES or ":" in place else "c\n"  # the first stop is in the woven function
+    before = "" if HIDES_FRAMES else "c\n"  # the first stop is in the woven function
     commands = f"b {last}\nc\nb {place}\nc\n{before}p 'seen', a, b\nw\nc\nq\n"
     done = subprocess.run(
         [sys.executable, "-m", "pdb", str(program)],

@@ -1,0 +1,580 @@
+"""The weaver: one machine that attaches hooks to their targets, now or when a module loads.
+
+The states of a hook, and what changes them::
+
+    REMOVED --add--> PENDING --attach--> WOVEN <--set_enabled--> DISABLED
+                        |---- the module is loaded and has no such attribute --> MISSING
+                        |---- the attribute cannot take the hook --------------> FAILED
+                        '---- a module loads, an attribute or a subclass is made: resolve again
+    REMOVED <--remove--- every state
+
+Each change has the same steps, and costs as much as it changes, however much is woven:
+
+1. resolve (:func:`.resolve`, pure): the attributes that a target names in one module;
+2. attach: the hook is added to the join point of each, which is made if there is none. Nothing is
+   installed yet; the join points that were touched are noted;
+3. apply: each of them installs its replacement, or puts the original back if no hook is active; then one
+   pass rebinds the referrers of all of them;
+4. detach (on removal, before 3): the hook leaves its join points; those without hooks are forgotten in 3.
+
+The weaver alone changes the state: the advices (their ``state``, ``detail``, ``rank``, ``absent`` and
+``points``) and the join points. All changes happen under one lock (:mod:`.changes`). No module is imported
+while it is held, so that it cannot deadlock with the import system. Calls of woven functions take no lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from sgl_aspects.errors import HookError, MissingTargetError, Stop
+from sgl_aspects.weaving.attributes import (
+    PROPERTY_PARTS,
+    AttributeReference,
+    OwnDict,
+    Presence,
+    Resolution,
+    class_name,
+    current,
+    find,
+    holds,
+    is_class,
+    namespace,
+    resolve,
+    with_nested,
+)
+from sgl_aspects.weaving.chain import Compiler
+from sgl_aspects.weaving.changes import Changes
+from sgl_aspects.weaving.hooks import Advice, HookType, State
+from sgl_aspects.weaving.joinpoints import (
+    ClassJoinPoint,
+    FunctionJoinPoint,
+    JoinPoint,
+    Slot,
+)
+from sgl_aspects.weaving.modules import (
+    LazyAttributes,
+    ModuleIndex,
+    ModuleWatcher,
+    SubclassWatcher,
+    bases_of_family,
+    is_ready,
+    loaded,
+    wait_for_imports,
+    when_ready,
+    why_not_importable,
+)
+from sgl_aspects.weaving.rebinding import Pair, describe, rebind
+from sgl_aspects.weaving.referrers import exclusions_of, give_original
+from sgl_aspects.weaving.targets import Target
+
+logger = logging.getLogger("sgl_aspects")
+
+_LOST = (State.MISSING, State.FAILED)
+"""No later import can make such a hook work."""
+
+
+class Weaver:
+    """Everything that is woven in this process."""
+
+    def __init__(self) -> None:
+        self._advices: dict[Advice, None] = {}
+        self._points: dict[JoinPoint, None] = {}
+        self._at: dict[tuple[int, str, str], list[JoinPoint]] = {}  # by attribute, the latest last
+        # By replacement, and by original in a module, where one object often has several names.
+        self._by_object: dict[int, JoinPoint] = {}
+        self._touched: dict[JoinPoint, None] = {}  # to be applied
+        self._just_run: Any = None  # the module whose code has run in the current import
+        self._changes = Changes(self._count_anew)
+        self._index = ModuleIndex()
+        self._watcher = ModuleWatcher(self._is_wanted, self._module_loaded)
+        self._lazy = LazyAttributes(self._module_loaded)
+        self._subclasses = SubclassWatcher(self._class_made)
+        self._compiler = Compiler()
+        self._listeners: dict[str, list[Callable[[Any], None]]] = {}
+        self._warns_at_end = False
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The lock held during every change; callers hold it to make several changes atomic."""
+        return self._changes.lock
+
+    # -- changes ----------------------------------------------------------------------------------------
+
+    def add(self, advices: Iterable[Advice], *, strict: bool = True) -> None:
+        """Weave ``advices`` whose modules are loaded; the others wait.
+
+        :param strict: all or nothing; otherwise a hook that fails is logged and stays in the report.
+        :raises HookError: a hook cannot work on its target.
+        :raises MissingTargetError: a required hook's module is loaded and has no such attribute.
+        """
+        advices = list(advices)
+        for advice in advices:
+            if advice.state is State.REMOVED:
+                advice.state, advice.detail = State.PENDING, "another change of hooks is in progress"
+        self._changes.run(self._add, advices, strict)
+        waiting = [advice for advice in advices if advice.state is State.PENDING]
+        if wait_for_imports(name for one in waiting for name in one.target.module_names):
+            self._changes.run(self._look_again, waiting)
+
+    def remove(self, advices: Iterable[Advice]) -> None:
+        """Remove ``advices`` in reverse order; a target without hooks gets its original object back."""
+        gone = list(advices)
+        with self.lock:
+            for advice in self._changes.withdraw(self._add, gone):
+                advice.forget()
+            here = [advice for advice in gone if advice in self._advices]
+            if here:
+                self._changes.run(self._remove, here)
+
+    def set_enabled(self, advices: Iterable[Advice], enabled: bool) -> None:
+        """Switch hooks off and on; they keep their place in the order."""
+        self._changes.run(lambda advices, strict: self._switch(advices, enabled), list(advices))
+
+    def apply(self) -> None:
+        """Weave waiting hooks whose targets exist by now; safe to call at any time."""
+        if self._advices:
+            self._watcher.install()
+        self._changes.run(self._look_again, self.advices)
+
+    def _add(self, advices: list[Advice], strict: bool) -> None:
+        new = [advice for advice in dict.fromkeys(advices) if advice not in self._advices]
+        if not new:
+            return
+        for advice in new:
+            self._advices[advice] = None
+            self._index.add(advice)
+            pattern = "no loaded module has what the pattern names yet"
+            waits = pattern if advice.target.has_module_pattern else "its module is not loaded yet"
+            advice.state, advice.detail = State.PENDING, waits
+        self._watcher.install()
+        if not self._warns_at_end:
+            self._warns_at_end = True
+            atexit.register(self._end)
+        self._compiler.notice(self._points)
+        try:
+            self._weave(self._in_loaded_modules(new), strict=strict)
+            lost = [advice for advice in new if strict and advice.required and advice.state in _LOST]
+            if lost:
+                raise MissingTargetError(f"required {lost[0]}: {lost[0].detail}")
+        except BaseException:
+            self._remove(new)
+            raise
+        self._compiler.forget(new, [point for advice in new for point, _ in advice.points])
+
+    def _remove(self, advices: list[Advice], strict: bool = False) -> None:
+        gone = [advice for advice in dict.fromkeys(reversed(advices)) if advice in self._advices]
+        for advice in gone:
+            self._detach(advice)
+            for own in self._subclasses.forget(advice):
+                self._detach(own)
+            self._index.discard(advice)
+            del self._advices[advice]
+            advice.forget()
+        if not self._advices:
+            for own in self._lazy.hooks.values():
+                self._detach(own)
+        changed = self._apply(strict=False)
+        self._compiler.forget(gone, changed)
+        self._uninstall_watcher()
+        if not self._advices:
+            self._lazy.restore()
+            self._compiler.leave()
+
+    def _switch(self, advices: list[Advice], enabled: bool) -> None:
+        for advice in advices:
+            advice.enabled = enabled
+            self._touched.update((point, None) for point, _ in advice.points)
+            if advice.points:
+                advice.state = State.WOVEN if enabled else State.DISABLED
+        self._compiler.forget(advices, self._apply(strict=False))
+
+    def _look_again(self, advices: list[Advice], strict: bool) -> None:
+        here = [advice for advice in advices if advice in self._advices]
+        self._weave(self._in_loaded_modules(here), strict=strict)
+
+    def _count_anew(self) -> None:
+        """Start counting calls anew: a forked child reports its own, not its parent's."""
+        for advice in self._advices:
+            advice.points = [(point, point.calls) for point, _ in advice.points]
+
+    # -- modules and classes as they are made -----------------------------------------------------------
+
+    def _is_wanted(self, name: str) -> bool:
+        # Called for every import, without the lock: it only reads.
+        if name in Compiler.MODULES or name in self._listeners or self._index.wants(name):
+            return True
+        return bool(self._subclasses)  # any module may define a subclass, with a decorator
+
+    def _module_loaded(self, name: str, module: Any) -> None:
+        if module is not None:
+            self._changes.run_or_defer(self._weave_loaded, [name, module])
+            if name in self._listeners:
+                self._notify_listeners(name, module)
+
+    def _weave_loaded(self, loaded: list[Any], strict: bool) -> None:
+        name, module = loaded
+        self._just_run = module
+        lost: list[Advice] = []
+        try:
+            self._compiler.notice(self._points)
+            concerned = self._index.concerned(name)
+            self._weave([(advice, name, module) for advice in concerned], strict=strict)
+            self._weave_subclasses(self._subclasses.classes_of(name, module), strict)
+            lost = [advice for advice in concerned if advice.required and advice.state in _LOST]
+        except Exception:
+            logger.exception("hooks on %s failed; the import continues", name)
+        finally:
+            self._just_run = None
+        if lost:
+            _stop("; ".join(f"required {advice}: {advice.detail}" for advice in dict.fromkeys(lost)))
+
+    def _class_made(self, cls: type) -> None:
+        """Weave a new subclass for hooks on ``Class+``, before its ``class`` statement returns."""
+        try:
+            self._changes.run_or_defer(self._weave_subclasses, [cls])
+        except Exception:
+            logger.exception("hooks on %s failed", class_name(cls))
+
+    def _weave_subclasses(self, classes: list[type], strict: bool) -> None:
+        for advice, concerned in self._subclasses.concerned(classes).items():
+            self._weave(self._in_loaded_modules([advice]), strict=strict, subclasses=concerned)
+
+    def when_loaded(self, name: str, callback: Callable[[Any], None]) -> None:
+        """Call ``callback`` with the module ``name`` once its code has run: at once if it has.
+
+        An exception in it fails the import.
+        """
+        with self.lock:
+            self._listeners.setdefault(name, []).append(callback)
+            self._watcher.install()
+            module = sys.modules.get(name)
+        if module is not None and not is_ready(module):
+            when_ready(module, self._module_loaded)
+        elif module is not None:
+            self._notify_listeners(name, module)
+
+    def _notify_listeners(self, name: str, module: Any) -> None:
+        with self.lock:
+            callbacks = self._listeners.pop(name, [])
+            self._uninstall_watcher()
+        for callback in callbacks:
+            callback(module)
+
+    def _uninstall_watcher(self) -> None:
+        if not (self._advices or self._listeners):
+            self._watcher.uninstall()
+
+    # -- 1. resolve -------------------------------------------------------------------------------------
+
+    def _in_loaded_modules(self, advices: Iterable[Advice]) -> Iterator[tuple[Advice, str, Any]]:
+        """Yield the loaded modules that each hook may target; those being imported follow when ready."""
+        for advice in list(advices):
+            for name, module in loaded(advice.target):
+                if module is self._just_run or is_ready(module):
+                    yield advice, name, module
+                else:
+                    when_ready(module, self._module_loaded)
+
+    def _weave(
+        self,
+        work: Iterable[tuple[Advice, str, Any]],
+        *,
+        strict: bool,
+        subclasses: Sequence[type] | None = None,
+    ) -> None:
+        """Resolve the targets of hooks in the modules of these names, attach the hooks, and apply them.
+
+        Class replacements go first, so that hooks on methods apply to the replacement class.
+
+        :param subclasses: only these subclasses of a ``Class+`` are looked at.
+        """
+        work = list(work)
+        for classes in (True, False):
+            for advice, name, module in work:
+                if advice.is_class_replacement is not classes:
+                    continue
+                for rank, alternate in enumerate(advice.target.alternates):
+                    found = resolve(alternate, name, module, subclasses)
+                    if found is not None and (advice.rank is None or rank <= advice.rank):
+                        for base in bases_of_family(alternate, module):
+                            made = self._subclasses.wait(advice, base)
+                            self._attach(made, next(find(base, ("__init_subclass__",))))
+                        self._take(advice, rank, found, name, module, strict=strict)
+            self._apply(strict=strict)
+
+    def _take(
+        self, advice: Advice, rank: int, found: Resolution, name: str, module: Any, *, strict: bool
+    ) -> None:
+        """Attach ``advice`` where its alternate ``rank`` was found in ``module``, or note why it was not."""
+        alternate = advice.target.alternates[rank]
+        if found.presence is Presence.LAZY:
+            own = self._lazy.wait(name, module, alternate, found.places[0].owner)
+            self._attach(own, found.places[0])
+            advice.detail = found.detail
+        elif found.presence is Presence.ABSENT:
+            self._note_missing(advice, rank, found.detail)
+        elif found.presence is Presence.FOUND:
+            if advice.rank is not None and advice.rank > rank:
+                self._detach(advice)  # a better alternate was loaded
+            advice.rank = rank
+            faults: list[HookError] = []
+            for place in found.places:
+                try:
+                    # The module's code has just run again: its attributes are new, even those woven before.
+                    self._attach(advice, place, rerun=module is self._just_run and place.owner is module)
+                except HookError as fault:
+                    faults.append(fault)
+            if advice.points:
+                advice.state = State.WOVEN if advice.enabled else State.DISABLED
+                advice.detail = ""
+            elif faults and "*" not in alternate.text:  # patterns skip unhookable objects
+                self._fail(advice, faults[0], strict=strict)
+
+    # -- 2. attach --------------------------------------------------------------------------------------
+
+    def _attach(self, advice: Advice, place: AttributeReference, *, rerun: bool = False) -> None:
+        """Add ``advice`` to the join point at ``place``, unless it is there; applies nothing.
+
+        A foreign patch over a join point is not woven again for the hooks below it.
+
+        :param rerun: the object at ``place`` is new, not a patch.
+        :raises HookError: the object at ``place`` cannot take this hook, for any error.
+        """
+        here = self._at.get(place.key, ())
+        if not rerun and any(advice in point.advices for point in here):
+            return
+        point = self._standing_at(place)
+        if point is not None and advice in point.advices:
+            return
+        try:
+            if point is None:
+                is_whole = is_class(place.raw)
+                point = ClassJoinPoint(place) if is_whole else FunctionJoinPoint(place, self._slot_of(place))
+            point.add(advice)
+        except Exception as error:
+            if isinstance(error, HookError):
+                raise
+            raise HookError(f"{place} cannot be hooked: {error!r}") from error
+        advice.points.append((point, point.calls))
+        if advice.hook_type is HookType.REPLACE:
+            self._warn_of_second_replace(advice, point)
+            if point.installed:
+                give_original(advice.hook, point.standing, point.original)
+        if point not in self._points:
+            for below in here:
+                below.slot.superseded = True
+            self._points[point] = None
+            self._at.setdefault(place.key, []).append(point)
+            self._by_object[id(point.replacement)] = point
+            if not place.inherited:
+                self._by_object.setdefault(id(point.original), point)
+        self._touched[point] = None
+
+    def _standing_at(self, place: AttributeReference) -> JoinPoint | None:
+        """Return the point installed at ``place`` now, under this name or another one; or None."""
+        for point in reversed(self._at.get(place.key, ())):
+            if current(place.owner, place.name) is point.expected:
+                return point
+        other = self._by_object.get(id(place.raw))
+        # Another name of a woven object.
+        if other is None or other.standing is not place.raw or place.inherited:
+            return None
+        return other if other.place.part == place.part else None
+
+    def _slot_of(self, place: AttributeReference) -> Slot | None:
+        """Return the slot of another part of the same property, if there is one."""
+        for part in ("", *PROPERTY_PARTS):
+            for point in self._at.get((id(place.owner), place.name, part), ()):
+                if point.standing is place.raw:
+                    return point.slot
+        return None
+
+    def _warn_of_second_replace(self, advice: Advice, point: JoinPoint) -> None:
+        earlier = [one for one in point.advices if one.hook_type is HookType.REPLACE and one is not advice]
+        if earlier:
+            logger.warning("%s overrides %s; removing it restores that one", advice, earlier[-1])
+        owner, name = point.place.owner, point.place.name
+        giving = self._by_object.get(id(owner))
+        if giving is not None and giving.standing is owner and name in namespace(owner):
+            for replacing in giving.advices:
+                logger.warning("%s overrides %s of the class given by %s", advice, name, replacing)
+
+    # -- 3. apply ---------------------------------------------------------------------------------------
+
+    def _apply(self, *, strict: bool) -> list[JoinPoint]:
+        """Install or restore each point that was touched; returns them. One pass rebinds all referrers."""
+        points, self._touched = list(self._touched), {}
+        refused: dict[Advice, HookError] = {}
+        extra = {point: point.extra for point in points}  # first: what follows refers to them, too
+        before = OwnDict((point, point.standing) for point in points)
+        for point in points:
+            try:
+                point.apply(self._compiler.compiling)
+            except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
+                self._refuse(point, error, refused)
+        # Only now: the parts of a property share their attribute.
+        changed = [point for point in points if before[point] is not point.standing]
+        pairs: list[Pair] = []
+        for point in changed:
+            was = before[point]
+            pairs += point.pairs(was, point.standing, extra[point], exclusions_of(point.advices))
+            if is_class(was):
+                self._by_object.pop(id(was), None)
+                self._by_object[id(point.standing)] = point
+        stale = rebind(pairs)
+        for point in changed:
+            names = {describe(before[point]), describe(point.inner)} if point.installed else set()
+            point.stale[:0] = [one for one in stale if one.target in names]
+        for point in points:
+            if not point.advices:
+                self._drop(point)
+        self._move_members([before[point] for point in changed if is_class(before[point])])
+        for advice, fault in refused.items():
+            # Subclasses of C types, which cannot be hooked, are found when their modules have loaded.
+            if not advice.points and advice in self._advices:
+                self._fail(advice, fault, strict=strict)
+        return points
+
+    def _refuse(self, point: JoinPoint, error: Exception, refused: dict[Advice, HookError]) -> None:
+        """Detach the hooks of a point whose attribute cannot be written, as of a C type."""
+        failure = HookError(f"{point.place} cannot be hooked: {error}")
+        failure.__cause__ = error
+        if not point.advices:
+            logger.warning("%s cannot be restored: %s", point.place, error)
+        refused.update(dict.fromkeys(self._detach_all(point), failure))
+
+    def _move_members(self, classes: list[type]) -> None:
+        """Weave the hooks on members of classes that were replaced or restored, on those installed now."""
+        if not classes:
+            return
+        owners = with_nested(classes)
+        moved: dict[Advice, None] = {}
+        for point in [point for point in self._points if holds(owners, point.place.owner)]:
+            self._touched[point] = None
+            moved.update(dict.fromkeys(self._detach_all(point)))
+        self._apply(strict=False)
+        for advice in moved:
+            advice.state, advice.detail = State.PENDING, "its class was replaced or restored"
+        absent = [advice for advice in self._advices if advice.state is State.MISSING]
+        self._weave(self._in_loaded_modules([*moved, *absent]), strict=False)
+
+    def _drop(self, point: JoinPoint) -> None:
+        point.release()
+        if point not in self._points:
+            return
+        del self._points[point]
+        here = self._at[point.place.key]
+        here.remove(point)
+        if not here:
+            del self._at[point.place.key]
+        for seen in (point.replacement, point.standing, point.original):
+            if self._by_object.get(id(seen)) is point:
+                del self._by_object[id(seen)]
+
+    # -- 4. detach --------------------------------------------------------------------------------------
+
+    def _detach(self, advice: Advice) -> None:
+        for point, _ in advice.points:
+            point.remove(advice)
+            self._touched[point] = None
+        advice.points = []
+
+    def _detach_all(self, point: JoinPoint) -> list[Advice]:
+        """Remove all hooks from ``point`` without applying it; returns them."""
+        advices = list(point.advices)
+        for advice in advices:
+            advice.points = [entry for entry in advice.points if entry[0] is not point]
+            point.remove(advice)
+        return advices
+
+    # -- hooks that cannot be woven ---------------------------------------------------------------------
+
+    def _fail(self, advice: Advice, fault: HookError, *, strict: bool) -> None:
+        known = advice.state is State.FAILED and advice.detail == str(fault)
+        advice.state, advice.detail = State.FAILED, str(fault)
+        if strict:
+            raise fault
+        if not known:
+            advice.report_lost("failed")
+
+    def _note_missing(self, advice: Advice, rank: int, detail: str) -> None:
+        if advice.points:
+            return
+        known = advice.absent.get(rank) == detail
+        advice.absent[rank] = detail
+        advice.detail = "; ".join(advice.absent[rank] for rank in sorted(advice.absent))
+        if len(advice.absent) < len(advice.target.alternates):
+            advice.detail += "; the other alternates are not loaded yet"
+            return
+        advice.state = State.MISSING
+        if not known and not advice.required:
+            advice.report_lost("is not woven")
+
+    def _end(self) -> None:
+        """At the program's end, warn of hooks whose module cannot exist, and of patterns without a match.
+
+        Packages have hooks for engines that may not be installed: those are not mistakes.
+        """
+        for advice in self.advices:
+            is_of_package = advice.source is not None and advice.source.dist_name
+            if advice.state is not State.PENDING or is_of_package:
+                continue
+            if why_not_importable(advice.target) or advice.target.has_module_pattern:
+                logger.warning("%s was never woven: %s", advice, self.detail_of(advice))
+
+    # -- reading ----------------------------------------------------------------------------------------
+
+    @property
+    def advices(self) -> list[Advice]:
+        with self.lock:
+            return list(self._advices)
+
+    def detail_of(self, advice: Advice) -> str:
+        """Return why ``advice`` is not woven; for one that waits, whether its module can exist."""
+        if advice.state is not State.PENDING:
+            return advice.detail
+        fault = why_not_importable(advice.target)
+        return advice.detail + (f": {fault}" if fault else "")
+
+    @property
+    def points(self) -> list[JoinPoint]:
+        with self.lock:
+            return list(self._points)
+
+    def displaced(self) -> list[JoinPoint]:
+        """Return the points that another patch covers."""
+        with self.lock:
+            return [points[-1] for points in self._at.values() if points[-1].displaced]
+
+    def points_named(self, target: Target) -> list[JoinPoint]:
+        """Return the join points of ``target`` in loaded modules, under whatever name they were woven."""
+        with self.lock:
+            found: dict[JoinPoint, None] = {}
+            for name, module in loaded(target) if self._points else ():
+                for path in target.attribute_paths(name):
+                    for place in find(module, path):
+                        standing = self._standing_at(place)
+                        below = [point for point in self._at.get(place.key, ()) if point is not standing]
+                        found.update(dict.fromkeys(below if standing is None else [*below, standing]))
+            return list(found)
+
+
+def _stop(message: str) -> None:
+    """End the process: a required hook that is missing must not go unnoticed."""
+    message += (
+        ". Correct the target, add the name that this version has as an alternate ('a:f | b:g'), "
+        "or do without required=True"
+    )
+    logger.critical("%s", message)
+    error = Stop(message)
+    if threading.current_thread() is threading.main_thread():
+        raise error
+    # SystemExit in another thread would end only that thread.
+    print(error, file=sys.stderr, flush=True)
+    os._exit(1)
