@@ -11,7 +11,7 @@ BUILT := pyproject.toml constraints.txt setup.py $(wildcard sgl_aspects/tracing/
 # Otherwise each of the many processes of a test run would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-faults coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang \
+.PHONY: help demo test test-slow test-faults coverage lint types bench bench-gpu soak browser clean sglang-env test-sglang test-hooked \
 	test-surroundings test-surroundings-short sglang-wheels sglang-version test-attach vllm-env test-vllm test-integration docs cluster-env test-cluster
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test-surroundings   all tests as another user, without a compiler, on another instruction set"
 	@echo "make test-faults   kills, full disks, hostile backends and input, sanitizers: a table of what survived"
 	@echo "make coverage    line and branch coverage of the weaving core, on each Python that it supports"
+	@echo "make test-hooked   the test suites of eleven packages with every function hooked: which tests fail then"
 	@echo "make lint    ruff and strict mypy"
 	@echo "make bench   benchmarks, side by side with peers"
 	@echo "make soak    ten minutes of a server under everything at once (MINUTES=60 for an hour)"
@@ -109,6 +110,17 @@ MINUTES ?= 10
 soak: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 	$(BIN)/python -c "import tests.weaving.test_growth as test; test.soak()"
+
+# The suites of well-known packages, bare and with everything hooked: the table in docs/hooks.md.
+HOOKED_VENV := .hooked-venv
+
+test-hooked: $(HOOKED_VENV)/.ready
+	$(HOOKED_VENV)/bin/python -m tests.support.hooked_suites
+
+$(HOOKED_VENV)/.ready: $(BUILT) tests/requirements/hooked.txt
+	$(PYTHON) -m venv $(HOOKED_VENV)
+	$(HOOKED_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e . -r tests/requirements/hooked.txt
+	@touch $@
 
 # Real SGLang on a plain CPU. Plain `pip install sglang` would bring gigabytes of CUDA: what a CPU needs is
 # listed, the rest is left out.
