@@ -85,6 +85,11 @@ FAULTS = (
         "nothing; a bad line is named",
     ),
     Fault(
+        "a wall clock that is set a year back, an hour forth",
+        (f"{_TRACING}test_wall_clock.py",),
+        "nothing; a run's times go on from its beginning",
+    ),
+    Fault(
         "hostile input to the server",
         ("tests/runtime/test_server_fuzz.py", "tests/runtime/test_server.py"),
         "nothing",
@@ -93,42 +98,57 @@ FAULTS = (
 
 
 class _Outcomes:
-    """A plugin of pytest: the outcome of each test by its id."""
+    """A plugin of pytest: the outcome of each test by its id, and the reasons of those that were skipped."""
 
     def __init__(self) -> None:
         self.passed: dict[str, bool] = {}
+        self.skipped: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if not report.skipped:
+        if isinstance(report.longrepr, tuple):
+            self.skipped[report.nodeid] = report.longrepr[2].removeprefix("Skipped: ")
+        elif report.when == "call" or report.failed:
             self.passed[report.nodeid] = self.passed.get(report.nodeid, True) and report.passed
 
 
-def table(passed: dict[str, bool]) -> str:
-    """Return the rows, in Markdown."""
+class _Selection:
+    """A plugin of pytest: the tests of these faults alone."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._wanted = tuple(test for fault in faults for test in fault.tests)
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        selected = [item for item in items if item.nodeid.startswith(self._wanted)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+        unknown = [test for test in self._wanted if not any(i.nodeid.startswith(test) for i in selected)]
+        if unknown:
+            raise pytest.UsageError(f"no test's id begins with {', '.join(unknown)}: was it moved?")
+        items[:] = selected
+
+
+def table(faults: Sequence[Fault], outcomes: _Outcomes) -> str:
+    """Return the rows, in Markdown, and below them what was not tried here."""
     lines = ["| fault or attack | tried | survived | lost |", "| --- | ---: | ---: | --- |"]
-    for fault in FAULTS:
-        found = [passed[each] for each in passed if each.startswith(tuple(fault.tests))]
-        lines.append(f"| {fault.name} | {len(found)} | {sum(found)} | {fault.lost} |")
-    return "\n".join(lines)
+    notes = []
+    for fault in faults:
+        found = [passed for test, passed in outcomes.passed.items() if test.startswith(tuple(fault.tests))]
+        left_out = [why for test, why in outcomes.skipped.items() if test.startswith(tuple(fault.tests))]
+        lines.append(f"| {fault.name} | {len(found)} | {sum(found)} | {fault.lost if found else '–'} |")
+        if left_out:
+            reasons = "; ".join(dict.fromkeys(left_out))
+            notes.append(f"{fault.name}: {len(left_out)} not tried here: {reasons}")
+    return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 
-def main(words: Sequence[str]) -> int:
+def run(faults: Sequence[Fault], words: Sequence[str]) -> int:
+    """Run the tests, print the table, and return pytest's exit status."""
     outcomes = _Outcomes()
-    paths = dict.fromkeys(each.partition("::")[0] for fault in FAULTS for each in fault.tests)
-    wanted = tuple(each for fault in FAULTS for each in fault.tests)
-
-    class Selection:
-        def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-            dropped = [item for item in items if not item.nodeid.startswith(wanted)]
-            items[:] = [item for item in items if item.nodeid.startswith(wanted)]
-            config.hook.pytest_deselected(items=dropped)
-
-    ended = pytest.main(
-        ["-q", "-p", "no:cacheprovider", "-m", "not attach", *words, *paths], [outcomes, Selection()]
-    )
-    print(table(outcomes.passed))
-    return int(ended)
+    paths = dict.fromkeys(test.partition("::")[0] for fault in faults for test in fault.tests)
+    command = ["-q", "-p", "no:cacheprovider", "-m", "not attach", *words, *paths]
+    status = int(pytest.main(command, [outcomes, _Selection(faults)]))
+    print(table(faults, outcomes))
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(FAULTS, sys.argv[1:]))
