@@ -152,7 +152,7 @@ class _Allowed:
             asked = json.loads(request)
             name, process_id = str(asked["name"]), int(asked["process"])
             operation = self._operations[asked["operation"]]
-        except (KeyError, TypeError, RecursionError) as error:
+        except (KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError("not a request") from error
         try:
             return {"name": name, "value": operation(process_id, asked)}
