@@ -96,20 +96,20 @@ GATE = "import threading\nreached, go_on = threading.Event(), threading.Event()\
 
 def test_who_imports_a_module_and_when_its_code_has_run(folder: Path) -> None:
     (folder / "gate.py").write_text(GATE)
-    (folder / "slow.py").write_text("import gate\ngate.reached.set()\ngate.go_on.wait(20)\n")
+    (folder / "slow.py").write_text("import gate\ngate.reached.set()\ngate.go_on.wait(60)\n")
     gate = importlib.import_module("gate")
     ready: list[str] = []
     assert not compat.imported_elsewhere(["slow"])
     thread = threading.Thread(target=importlib.import_module, args=("slow",))
     thread.start()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     assert compat.imported_elsewhere(["slow"])
     spec = sys.modules["slow"].__spec__
     assert compat.is_initializing(spec)
     compat.when_initialized(spec, lambda: ready.append("slow"))
     assert ready == []
     gate.go_on.set()
-    thread.join(20)
+    thread.join(60)
     assert ready == ["slow"]
     assert not compat.imported_elsewhere(["slow"])
     assert not compat.is_initializing(spec)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.attachable import python_of
-from tests.support.builds import is_compiled
+from tests.support.builds import is_compiled, sources
 from tests.support.tree import ROOT
 
 pytestmark = pytest.mark.slow
@@ -47,8 +47,8 @@ def run(*words: str | Path, cwd: Path, **environment: str) -> str:
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sdist")
-    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, ROOT, cwd=out)
-    return next(out.iterdir())
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, sources(out), cwd=out)
+    return next(out.glob("*.tar.gz"))
 
 
 @pytest.mark.parametrize("switch", ["on", "off"])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import sgl_aspects
+from tests.support.builds import sources
 from tests.support.tree import PACKAGE, ROOT, modules
 
 
@@ -51,7 +52,7 @@ def test_exports_equal_all() -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel made from a source distribution, as the package index would get both."""
     out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(sources(out))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(out.glob("*.whl"))

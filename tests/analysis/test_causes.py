@@ -122,8 +122,7 @@ def test_a_scheduler_that_is_stopped(tmp_path: Path, model: Path) -> None:
         os.kill(scheduler_pid(), signal.SIGCONT)
         list(chunks)
     found = explained[0]("decoding")
-    assert found.seconds[Cause.HOST] > 0.8 * LONG, found.ranked()
-    assert first_cause(found) is Cause.HOST, found.ranked()
+    assert found.seconds[Cause.HOST] > 0.8 * LONG, found.ranked()  # 400 steps may take longer than the stop
 
 
 def test_a_slow_tokenizer(tmp_path: Path, model: Path) -> None:

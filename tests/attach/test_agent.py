@@ -128,14 +128,14 @@ def test_an_import_does_not_wait_for_a_thread_that_weaves_in_pieces(engine: Engi
     attaching, loading = threading.Thread(target=attach), threading.Thread(target=load)
     try:
         attaching.start()
-        assert entered.wait(30)
+        assert entered.wait(60)
         loading.start()
-        loading.join(20)
+        loading.join(60)
         assert not loading.is_alive()
     finally:
         imported.set()
-        attaching.join(30)
-        loading.join(30)
+        attaching.join(60)
+        loading.join(60)
         del sys.modules["slow"]
     assert module.A().f() == 2
     assert sys.modules["later"].f() == 2

@@ -206,7 +206,7 @@ def test_what_was_resolved_while_the_registry_changed_is_not_kept() -> None:
         if len(asked) == 1:
             thread = threading.Thread(target=lambda: registry.register(better))
             thread.start()
-            thread.join(5)
+            thread.join(60)
         return True
 
     # Resolved at the call: nothing is chosen before, as the policy is one of a scope.

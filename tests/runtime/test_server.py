@@ -430,14 +430,14 @@ def test_a_call_that_is_being_sent_when_all_are_given_up_is_refused() -> None:
 
         def submit_group(self, prompts: Any, params: Any, **more: Any) -> Any:
             sending.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             return [[SimpleNamespace(abort=lambda: ended.append(prompts))]]
 
     async def start() -> None:
         calls = Calls(Engine(), 8)  # type: ignore[arg-type]
         request: Any = SimpleNamespace(headers={})
         starting = asyncio.ensure_future(calls.start(request, "cmpl-", ["a"], SamplingParams(), stream=False))
-        assert await asyncio.to_thread(sending.wait, 10)
+        assert await asyncio.to_thread(sending.wait, 60)
         calls.fail("the server is stopping")
         go_on.set()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -10,11 +11,23 @@ from pathlib import Path
 from tests.support.tree import ROOT
 
 
+def sources(folder: Path) -> Path:
+    """Copy what a build reads: it writes there, too, so that two of one folder would disturb each other."""
+    checkout = folder / "checkout"
+    checkout.mkdir(parents=True)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    for name in ("sgl_aspects", "platforms", "runtime"):
+        compiled = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=compiled)
+    return checkout
+
+
 def build(python: str, folder: Path, **environment: str) -> Path:
     """Build the package for ``python`` with this environment's setuptools; return the folder for its path."""
     done = subprocess.run(
-        [python, "setup.py", "--quiet", "build", "--build-base", str(folder)],
-        cwd=ROOT,
+        [python, "setup.py", "--quiet", "build", "--build-base", "build"],
+        cwd=sources(folder),
         env={
             **os.environ,
             "PYTHONPATH": sysconfig.get_path("purelib"),
@@ -26,7 +39,7 @@ def build(python: str, folder: Path, **environment: str) -> Path:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = folder.glob("lib*")
+    (built,) = folder.glob("checkout/build/lib*")
     return built
 
 

@@ -76,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
                 chunks = iter(open_one)  # kept: a loop that is left aborts its request
                 next(chunks)
             with pytest.raises(SchedulerDiedError):
-                open_one.result(30)
+                open_one.result(60)
     summary = session.summary
     assert summary is not None
     assert summary.unjoined == summary.dropped == summary.damaged == summary.not_sampled == 0

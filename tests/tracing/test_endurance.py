@@ -225,7 +225,7 @@ def test_collectors_that_are_killed_again_and_again(tmp_path: Path) -> None:
         with start_collector(session) as again:
             seen = size_of(file)
             try:
-                wait_until(lambda seen=seen: size_of(file) > seen, 30)  # type: ignore[misc]
+                wait_until(lambda seen=seen: size_of(file) > seen)  # type: ignore[misc]
             finally:
                 again.kill()
     with start_collector(session) as last:

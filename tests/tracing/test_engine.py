@@ -122,9 +122,9 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 engine.submit("twin", tokens(3), rid="long")
             queued = engine.submit("waits", tokens(900), rid="queued")
             queued.abort()
-            assert queued.result(30).finish_reason == "abort"
+            assert queued.result(60).finish_reason == "abort"
             long.abort()
-            assert long.result(30).finish_reason == "abort"
+            assert long.result(60).finish_reason == "abort"
 
             with ThreadPoolExecutor(8) as pool:
                 list(

@@ -405,7 +405,7 @@ def test_what_the_last_call_says_holds_after_many_threads(engine: Any) -> None:
         def hook(result: Any, *args: Any) -> Any:
             return result
 
-        barrier.wait(20)
+        barrier.wait(60)
         for _ in range(40):
             HookRegistry.register("engine.f", hook)
             HookRegistry.apply_hooks()

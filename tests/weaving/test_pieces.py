@@ -40,7 +40,7 @@ def test_what_another_thread_works_with_is_not_held(
 
     def wait() -> None:
         begun.set()
-        assert searched.wait(30)
+        assert searched.wait(60)
 
     working = threading.Thread(target=lambda: made.append(work(wait)))
     one = Pieces.one
@@ -50,13 +50,13 @@ def test_what_another_thread_works_with_is_not_held(
         with one(self):
             yield
         searched.set()
-        working.join(30)
+        working.join(60)
 
     monkeypatch.setattr(Pieces, "one", between_pieces)
     with module_of("def f(): return 'f'") as module:
         held = [module.f]
         working.start()
-        assert begun.wait(30)
+        assert begun.wait(60)
         with in_pieces(rest=0), aspects.woven(around(f"{module.__name__}:f", hooked)):
             assert held == [module.f]
     assert len(made) == 1
