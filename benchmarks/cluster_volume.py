@@ -63,7 +63,7 @@ def of_step(level: int, batch: int) -> Volume:
         front = RingRecorder(folder)
         for number in range(batch):
             span_id = front.new_id()
-            begin = span_id, f"r{number}", time.time_ns(), *context.new(), "chat m", {}
+            begin = span_id, f"r{number}", time.monotonic_ns(), *context.new(), "chat m", {}
             front.write(RequestBegin(*begin))
             front.write(RequestSent(span_id))
         stage = Stage(folder, batch)

@@ -60,7 +60,7 @@ class Shapes:
 
     def request(self) -> None:
         """Begin a request, and end the oldest one."""
-        recorder, now, rid = self.front, time.time_ns(), f"{self._number}-{self._count:030x}"
+        recorder, now, rid = self.front, time.monotonic_ns(), f"{self._number}-{self._count:030x}"
         self._count += 1
         span_id = recorder.new_id()
         attributes = {
@@ -75,10 +75,10 @@ class Shapes:
             "gen_ai.request.stream": True,
         }
         recorder.write(RequestBegin(span_id, rid, now, *context.new(), "chat model", attributes))
-        self._tokenize(recorder.new_id(), span_id, span_id, now, time.time_ns(), (412,))
+        self._tokenize(recorder.new_id(), span_id, span_id, now, time.monotonic_ns(), (412,))
         recorder.write(RequestSent(span_id))
         request = self._tracker.queued(rid)
-        self._tracker.launched(request, time.time_ns())
+        self._tracker.launched(request, time.monotonic_ns())
         self._tracker.prefilled([Chunk(SimpleNamespace(), request, 412, now, True)])
         self._open.append((rid, span_id, now))
         if self._level > 1 and self._count % (_OPEN // _STEPS) == 0:
@@ -87,14 +87,14 @@ class Shapes:
             self._end(*self._open.pop(0))
 
     def _run_step(self) -> None:
-        now, step_id = time.time_ns(), self.back.new_id() | 1 << 63
+        now, step_id = time.monotonic_ns(), self.back.new_id() | 1 << 63
         keys = [self._tracker.requests[rid].key for rid, *_ in self._open]
         values = (self._count, "decode", len(keys), len(keys), 0, len(keys), 0.5)
-        self._step(step_id, step_id, 0, now, time.time_ns(), values, "", keys)
+        self._step(step_id, step_id, 0, now, time.monotonic_ns(), values, "", keys)
 
     def _end(self, rid: str, span_id: int, start: int) -> None:
         self._tracker.finished(rid, 120, "stop")
-        now = time.time_ns()
+        now = time.monotonic_ns()
         self._detokenize(self.front.new_id(), span_id, span_id, start, now, (120, 0.004))
         values = [f"chatcmpl-{rid}", ["stop"], 0.031, 412, 120, 256, 0.031, 1.5, None, None]
         self._request(span_id, span_id, 0, start, now, values)

@@ -42,7 +42,7 @@ def ours(url: str, current: bool = False) -> Tracer:
         import opentelemetry.trace  # noqa: F401  (a process that uses OpenTelemetry)
     os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"
     session = attach(endpoint=url)
-    recorder, clock = session.recorder, time.time_ns
+    recorder, clock = session.recorder, time.monotonic_ns
     new_id, enter, write = recorder.new_id, recorder.enter, recorder.spans(FORWARD)
 
     def span() -> None:

@@ -123,7 +123,7 @@ class RequestManager:
         if handle is None:
             return
         if handle.first_token_time_ns is None and output.token_ids:
-            handle.first_token_time_ns = time.time_ns()
+            handle.first_token_time_ns = time.monotonic_ns()
             handle.cached_tokens = output.cached_tokens
         handle.output_ids.extend(output.token_ids)
         handle.logprobs.extend(output.logprobs or ())

@@ -95,7 +95,7 @@ class RequestHandle:
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
-        #: ``time.time_ns`` of the first token, None before it.
+        #: ``time.monotonic_ns`` of the first token, None before it.
         self.first_token_time_ns: int | None = None
         #: Ends with None; ``finished`` is set before that.
         self.chunks: queue.SimpleQueue[StreamChunk | None] = queue.SimpleQueue()

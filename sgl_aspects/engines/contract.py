@@ -105,7 +105,7 @@ class Request:
     group: str | None  # the id of the first request of the same call, whose trace it joins
     operation: str | None  # GenAI's name, where the path of the HTTP request does not tell
     headers: Mapping[str, str] | None
-    received_ns: int | None  # since the epoch
+    received_ns: int | None  # on the monotonic clock, as `time.monotonic_ns`
     response_id: str | None  # the client's id of the answer, where it is not the request's
     ends_with_exchange: bool | None  # an answer that grows until its HTTP response is complete
     messages: list[tuple[str, str]] | None  # the prompt: roles and texts
@@ -169,7 +169,7 @@ class State:
     prompt_tokens: int | None
     output_tokens: int | None
     cached_tokens: int | None
-    first_token_time_ns: int | None
+    first_token_time_ns: int | None  # on the monotonic clock
 
 
 class Reason:

@@ -9,12 +9,12 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 from pathlib import Path
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.files import OwnDescriptor, write_private
+from sgl_aspects.run import clock
 
 CLOSING = "closing"
 _PREFIX = "sgl-aspects-"
@@ -38,14 +38,24 @@ def make_run_folder() -> str:
         if parent and os.access(parent, os.W_OK | os.X_OK):
             with contextlib.suppress(OSError):
                 if _has_room(parent):
-                    return tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+                    return _make_in(parent)
     try:
-        return tempfile.mkdtemp(prefix=_PREFIX)
+        return _make_in(None)
     except OSError as error:
         raise ConfigError(
             "tracing has no folder for its records: /dev/shm, XDG_RUNTIME_DIR and the temporary folder "
             f"cannot be written ({error}); set TMPDIR to a folder that can"
         ) from error
+
+
+def _make_in(parent: str | None) -> str:
+    folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+    try:
+        clock.begin(folder)
+    except OSError:
+        os.rmdir(folder)
+        raise
+    return folder
 
 
 def _has_room(folder: str) -> bool:
@@ -70,7 +80,7 @@ def begin_weaving(folder: Path) -> None:
 
 def end_weaving(folder: Path) -> None:
     """Note that all of them are woven now: requests are seen as a whole from here on."""
-    write_private(folder / _WOVEN, str(time.time_ns()).encode())
+    write_private(folder / _WOVEN, str(clock.unix_ns(folder)).encode())
 
 
 def woven_ns(folder: Path) -> float:

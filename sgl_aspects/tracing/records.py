@@ -3,7 +3,7 @@
 Ids are 64-bit numbers, unique in the run. A *root* is a span with a trace of its own (a request, a scheduler
 step). In the process that received it, a request's root id is the span id of its span; any other process
 gives the request a key of its own and records it once (``RequestSeen``), so that the engine's messages need
-not carry ids. Times are nanoseconds since the epoch.
+not carry ids. Times are nanoseconds: of the monotonic clock when written, of Unix time when read.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
 
 from sgl_aspects import __version__
+from sgl_aspects.run import clock
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import Opened, TraceContext, enter
 from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
@@ -38,6 +39,7 @@ class SdkRecorder:
         self.level = level
         self.sample = 1 << 32  # the provider's sampler decides
         self.new_id: Callable[[], int] = id_source()
+        self._clock_offset = clock.unix_offset()
         self._tracer = trace.get_tracer("sgl_aspects", __version__)
         self._metrics = EngineMetrics(metrics.get_meter("sgl_aspects", __version__))
         self._begun: dict[int, RequestBegin] = {}
@@ -130,7 +132,9 @@ class SdkRecorder:
         values = dict(event.attributes)
         # At creation for the provider's sampler; and again, because the span gets only what the sampler
         # returns.
-        span = self._tracer.start_span(event.name, parent, SpanKind.SERVER, values, start_time=event.start_ns)
+        span = self._tracer.start_span(
+            event.name, parent, SpanKind.SERVER, values, start_time=event.start_ns + self._clock_offset
+        )
         span.set_attributes(values)
         self._keep(event.span_id, span)
         self._open[event.span_id] = self._requests[event.request_id] = span
@@ -158,7 +162,9 @@ class SdkRecorder:
     def _start(self, span: SpanBegin | SpanEnd) -> Span:
         parent = self._known.get(span.parent_id)
         context = trace.set_span_in_context(parent, Context()) if parent is not None else Context()
-        return self._tracer.start_span(span.type.name, context, SpanKind.INTERNAL, start_time=span.start_ns)
+        return self._tracer.start_span(
+            span.type.name, context, SpanKind.INTERNAL, start_time=span.start_ns + self._clock_offset
+        )
 
     def _finish(self, record: SpanEnd) -> None:
         span = self._open.pop(record.span_id, None) or self._start(record)
@@ -175,7 +181,7 @@ class SdkRecorder:
         if record.error:
             span.set_attribute(schema.ERROR_TYPE, record.error)
             span.set_status(Status(StatusCode.ERROR))
-        span.end(record.end_ns)
+        span.end(record.end_ns + self._clock_offset)
         self._keep(record.span_id, span)
         for waiting in self._waiting.pop(record.span_id, ()):
             self._finish(waiting)

@@ -16,6 +16,7 @@ from typing import Any
 
 from sgl_aspects.analysis.numbers import PHASES, STEP
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.run import clock
 from sgl_aspects.run.control import Control, read_control, write_control, write_run_control
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.reader import RingReader
@@ -140,6 +141,11 @@ class LiveRun:
         self._ids: dict[int, str] = {}  # of requests, by the scheduler's keys
         self._heard: dict[str, float] = {}
         self._gone: deque[str] = deque()
+        self._clock_offset = clock.offset_of(folder)
+
+    def now_ns(self) -> int:
+        """Return Unix time now, as the run's processes would record it."""
+        return time.monotonic_ns() + self._clock_offset
 
     def has_ended(self) -> bool:
         """Return whether there were processes and all of them are gone."""
@@ -169,7 +175,7 @@ class LiveRun:
             self._read(name, ring, alive)
             if not alive:
                 self._retire(name, ring)
-        oldest = int(time.time()) - self.window
+        oldest = self.now_ns() // 1_000_000_000 - self.window
         for number in [number for number in self.seconds if number < oldest]:
             del self.seconds[number]
         _bound(self.phases)

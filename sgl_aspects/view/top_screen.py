@@ -37,7 +37,7 @@ _MOST_SPARKS = 40
 
 def screen(run: LiveRun, controls: dict[int, Control], width: int, height: int, note: str = "") -> Group:
     """Return the whole screen. ``controls``: the control block of each process, by its id."""
-    now = time.time_ns()
+    now = run.now_ns()
     seconds = [run.seconds.get(int(now / 1e9) - age, Second()) for age in range(run.window, -1, -1)]
     finished = [request for second in seconds for request in second.finished]
     parts: list[RenderableType] = [

@@ -276,7 +276,7 @@ def test_a_run_within_a_run_is_one_of_its_own(tmp_path: Path, monkeypatch: pytes
         "from sgl_aspects.tracing.session import current\n"
         "session = current()\n"
         "root = session.recorder.new_id()\n"
-        "session.recorder.spans(SpanType('inner'))(root, root, 0, time.time_ns(), time.time_ns())\n"
+        "session.recorder.spans(SpanType('inner'))(root, root, 0, time.monotonic_ns(), time.monotonic_ns())\n"
     )
     inner, outer = tmp_path / "inner.jsonl", tmp_path / "outer.jsonl"
     run = [sys.executable, "-m", "sgl_aspects", "run", "--file", str(inner), "--"]
@@ -336,7 +336,7 @@ from sgl_aspects.tracing.records import SpanType
 recorder = sgl_aspects.tracing.session.current().recorder
 for number in range(int(sys.argv[1])):
     root = recorder.new_id()
-    recorder.spans(SpanType("work"))(root, root, 0, time.time_ns(), time.time_ns())
+    recorder.spans(SpanType("work"))(root, root, 0, time.monotonic_ns(), time.monotonic_ns())
     time.sleep(0.02)
 """
 

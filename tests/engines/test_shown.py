@@ -35,7 +35,7 @@ RARE = ("dropped", "preempt", "failed")
 def live(engine: Engine, session: TraceSession) -> None:
     """The records of one request and its two steps, the same for every engine."""
     trackers = Trackers.of(engine, session.recorder, TraceOptions(measures=True))
-    now = time.time_ns() - SECOND
+    now = time.monotonic_ns() - SECOND
     call = trackers.calls.begin(object(), None, now, rid="r", operation="chat")
     trackers.calls.sent(call)
     request = trackers.requests.queued("r")

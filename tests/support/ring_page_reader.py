@@ -8,6 +8,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+# Where a record has times, by its kind.
+_TIMES = {"span": (6, 7), "begin": (6,), "seen": (3,), "received": (3,)}
+
 
 def read_page(path: Path) -> dict[str, Any]:
     """The header's numbers, and every record from 1 on in order, as tuples that begin with their kind."""
@@ -39,6 +42,10 @@ def read_page(path: Path) -> dict[str, Any]:
             whole = parts.pop(first)[:size]
             assert zlib.crc32(whole) == checksum
             records.append(_record(*marshal.loads(whole), definitions=definitions))
+    offset = int.from_bytes(data[32:40], "little", signed=True)
+    for row, record in enumerate(records):
+        times = _TIMES.get(record[0], ())
+        records[row] = tuple(value + offset if at in times else value for at, value in enumerate(record))
     return {"pid": word(16), "dropped": word(17 * 8), "taken": word(24 * 8), "records": records}
 
 

@@ -27,7 +27,7 @@ REQUEST = SpanType("request", {"gen_ai.usage.output_tokens": int})
 
 def begin(session: TraceSession, rid: str, origin: TraceContext | None = None) -> Callable[..., int]:
     """Records the caller's side of a request; the function returned ends it and gives its span id."""
-    recorder, start = session.recorder, time.time_ns()
+    recorder, start = session.recorder, time.monotonic_ns()
     span_id = recorder.new_id()
     recorder.write(
         RequestBegin(span_id, rid, start, *(origin or context.new()), "chat m", {"gen_ai.request.id": rid})
@@ -35,7 +35,7 @@ def begin(session: TraceSession, rid: str, origin: TraceContext | None = None) -
     recorder.write(RequestSent(span_id))
 
     def end(error: str = "") -> int:
-        recorder.spans(REQUEST)(span_id, span_id, 0, start, time.time_ns(), [3], error)
+        recorder.spans(REQUEST)(span_id, span_id, 0, start, time.monotonic_ns(), [3], error)
         return span_id
 
     return end

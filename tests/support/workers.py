@@ -37,7 +37,7 @@ def record_like_a_scheduler(folder: str, rids: list[str], ending: str) -> None:
     recorder = RingRecorder(folder)
     step, queue = SpanType("scheduler.step", {"sgl_aspects.batch.size": int}), SpanType("queue")
     decode = SpanType("decode", {"gen_ai.usage.output_tokens": int})
-    begin = time.time_ns()
+    begin = time.monotonic_ns()
     step_id, keys = recorder.new_id(), []
     recorder.announce(step, step_id, step_id, 0, begin)
     for rid in rids:
@@ -45,15 +45,15 @@ def record_like_a_scheduler(folder: str, rids: list[str], ending: str) -> None:
         keys.append(key)
         recorder.write(RequestSeen(key, rid, begin))
         recorder.spans(queue)(recorder.new_id(), key, key, begin, begin + 1000)
-        recorder.spans(decode)(recorder.new_id(), key, key, begin + 1000, time.time_ns(), [len(rid)])
-    recorder.spans(step)(step_id, step_id, 0, begin, time.time_ns(), [len(rids)], links=keys)
+        recorder.spans(decode)(recorder.new_id(), key, key, begin + 1000, time.monotonic_ns(), [len(rid)])
+    recorder.spans(step)(step_id, step_id, 0, begin, time.monotonic_ns(), [len(rids)], links=keys)
     open_step = recorder.new_id()
-    recorder.announce(step, open_step, open_step, 0, time.time_ns())
+    recorder.announce(step, open_step, open_step, 0, time.monotonic_ns())
     if ending == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     while ending == "hang":
         time.sleep(60)
-    recorder.spans(step)(open_step, open_step, 0, begin, time.time_ns(), [0])
+    recorder.spans(step)(open_step, open_step, 0, begin, time.monotonic_ns(), [0])
     recorder.close()
 
 
@@ -66,7 +66,7 @@ def own_a_run(ready: Connection, file: str) -> None:
 
     session = attach(exporters=["otlp-json-file"], file=file)
     span_id = session.recorder.new_id()
-    session.recorder.write(RequestBegin(span_id, "r", time.time_ns(), *context.new(), "chat m", {}))
+    session.recorder.write(RequestBegin(span_id, "r", time.monotonic_ns(), *context.new(), "chat m", {}))
     ready.send((session.run_folder, session.collector_process_id))
     time.sleep(600)
 
@@ -222,7 +222,7 @@ def serve_like_an_engine(folder: str, connection: Connection) -> None:
 
     recorder = RingRecorder(folder, level=3)
     span, new_id, second = recorder.spans, recorder.new_id, 1_000_000_000
-    now = time.time_ns()
+    now = time.monotonic_ns()
     for number, rid in enumerate(["quick", "slow\x1b[31m one", "open"]):
         request, key = new_id(), new_id()
         start = now - (2 + 3 * number) * second

@@ -102,7 +102,7 @@ def test_a_request_id_used_again_does_not_mix(receiver: Receiver) -> None:
 
 def test_a_request_that_was_never_sent_is_passed_over(receiver: Receiver) -> None:
     with attach(endpoint=receiver.endpoint) as session:
-        recorder, now = session.recorder, time.time_ns()
+        recorder, now = session.recorder, time.monotonic_ns()
         failed = recorder.new_id()
         recorder.write(RequestBegin(failed, "same", now, *context.new(), "chat m", {}))
         recorder.spans(REQUEST)(failed, failed, 0, now, now, [0], "ValueError")
@@ -221,7 +221,7 @@ def test_the_console_exporter_writes_to_the_engine_s_output(capfd: pytest.Captur
 
 def test_values_that_no_encoder_takes_do_not_cost_the_batch(receiver: Receiver) -> None:
     with attach(endpoint=receiver.endpoint) as session:
-        recorder, now = session.recorder, time.time_ns()
+        recorder, now = session.recorder, time.monotonic_ns()
         odd = SpanType("odd", {"huge": int, "text": str, "thing": str, "absent": str, "list": list})
         span_id = recorder.new_id()
         values = [1 << 70, "a\ud800b", 1j, None, [1, 2]]
@@ -406,7 +406,7 @@ def test_a_program_that_just_ends_has_delivered(receiver: Receiver, tmp_path: Pa
         from sgl_aspects.tracing.plugin import activate
         from sgl_aspects.tracing.records import RequestBegin, SpanType
         activate()
-        recorder, now = session.current().recorder, time.time_ns()
+        recorder, now = session.current().recorder, time.monotonic_ns()
         span_id = recorder.new_id()
         recorder.write(RequestBegin(span_id, "r", now, *context.new(), "chat m", {}))
         recorder.spans(SpanType("x"))(span_id, span_id, 0, now, now + 5)

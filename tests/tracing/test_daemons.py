@@ -18,7 +18,7 @@ from sgl_aspects.tracing.session import current
 write = current().recorder.spans(SpanType("work"))
 
 def record(number):
-    write(number, number, 0, time.time_ns(), time.time_ns())
+    write(number, number, 0, time.monotonic_ns(), time.monotonic_ns())
 
 record(1)
 with open("run", "w") as file:

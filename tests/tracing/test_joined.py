@@ -79,7 +79,7 @@ def test_what_its_caller_did_not_trace_takes_nothing_from_the_next(receiver: Rec
     with attach(endpoint=receiver.endpoint) as session:
         recorder = session.recorder
         untold = recorder.new_id()
-        recorder.write(RequestSeen(untold, "same", time.time_ns()))
+        recorder.write(RequestSeen(untold, "same", time.monotonic_ns()))
         recorder.spans(SpanType("queue"))(recorder.new_id(), untold, untold, 1, 2)
         end = begin(session, "same")
         run_scheduler(session, ["same"])
@@ -101,7 +101,7 @@ def test_a_caller_that_went_away_before_the_scheduler_got_its_request(receiver: 
 def test_a_request_inside_a_span_of_ours_is_a_request(receiver: Receiver) -> None:
     """A traced function, or a hook of another request, calls an engine: its request is measured like any."""
     with attach(endpoint=receiver.endpoint) as session:
-        recorder, now = session.recorder, time.time_ns()
+        recorder, now = session.recorder, time.monotonic_ns()
         outer, kind = recorder.new_id(), SpanType("handle")
         recorder.announce(kind, outer, outer, 0, now)
         attributes = {"gen_ai.operation.name": "chat"}
@@ -383,7 +383,7 @@ def test_a_callers_mistake_is_not_an_error_of_the_server(
 ) -> None:
     """As in the HTTP conventions; the error is recorded nonetheless."""
     with attach(endpoint=receiver.endpoint) as session:
-        recorder, start = session.recorder, time.time_ns()
+        recorder, start = session.recorder, time.monotonic_ns()
         span_id = recorder.new_id()
         begun = RequestBegin(span_id, "r", start, *context.new(), "chat m", {"gen_ai.operation.name": "chat"})
         recorder.write(begun)

@@ -184,7 +184,7 @@ def record(
     rid: str = "r",
 ) -> int:
     """A request that sampling left out unless ``origin`` is sampled, with a child."""
-    recorder, start = session.recorder, time.time_ns() - int(seconds * SECOND)
+    recorder, start = session.recorder, time.monotonic_ns() - int(seconds * SECOND)
     span_id = recorder.new_id()
     if origin is None:
         origin = context.new(recorder.sample)
@@ -227,7 +227,7 @@ def test_slow_requests_are_kept(monkeypatch: pytest.MonkeyPatch, receiver: Recei
 
 def test_several_answers_are_kept_with_their_request(receiver: Receiver) -> None:
     with attach(endpoint=receiver.endpoint) as session:
-        recorder, now = session.recorder, time.time_ns()
+        recorder, now = session.recorder, time.monotonic_ns()
         for rid, error in (("bad", "abort"), ("good", "")):
             origin, root, answer = unsampled(), recorder.new_id(), recorder.new_id()
             recorder.write(RequestBegin(root, rid, now, *origin, "chat m", {}))

@@ -168,7 +168,7 @@ if __name__ == "__main__":
         recorder = session.recorder
         ends = []
         for number, rid in enumerate(("one", "two")):
-            root, start = recorder.new_id(), time.time_ns()
+            root, start = recorder.new_id(), time.monotonic_ns()
             recorder.write(RequestBegin(root, rid, start, *context.new(), "chat tiny", {"a": 1}))
             recorder.write(RequestSent(root))
             ends.append((root, start))
@@ -177,8 +177,9 @@ if __name__ == "__main__":
         while scheduler.waiting or scheduler.running:
             scheduler.step()
         for root, start in ends:
-            recorder.spans(SpanType("request", {"b": int}))(root, root, 0, start, time.time_ns(), [2])
-        recorder.write(RequestBegin(recorder.new_id(), "open", time.time_ns(), *context.new(), "open", {}))
+            recorder.spans(SpanType("request", {"b": int}))(root, root, 0, start, time.monotonic_ns(), [2])
+        opened = RequestBegin(recorder.new_id(), "open", time.monotonic_ns(), *context.new(), "open", {})
+        recorder.write(opened)
     print(json.dumps([json.loads(span.to_json()) for span in memory.get_finished_spans()]))
 """
 

@@ -220,7 +220,7 @@ def read_until(descriptor: int, text: str) -> str:
 def test_overlapped_steps_count_for_what_they_add(tmp_path: Path) -> None:
     """Two steps are open at once: every 10 ms one ends that began 20 ms before."""
     recorder = RingRecorder(str(tmp_path), level=3)
-    now, ms = time.time_ns() - 1_000_000_000, 1_000_000
+    now, ms = time.monotonic_ns() - 1_000_000_000, 1_000_000
     for number in range(1, 21):
         end, step = now + 10 * number * ms, recorder.new_id()
         recorder.spans(SpanType("forward"))(recorder.new_id(), step, step, end - 19 * ms, end - 10 * ms)
@@ -235,7 +235,7 @@ def test_overlapped_steps_count_for_what_they_add(tmp_path: Path) -> None:
 
 def test_a_request_keeps_its_phases_where_its_detokenizer_has_it_too(tmp_path: Path) -> None:
     recorder = RingRecorder(str(tmp_path), level=3)
-    start, ms = time.time_ns() - 1_000_000_000, 1_000_000
+    start, ms = time.monotonic_ns() - 1_000_000_000, 1_000_000
     request, key = recorder.new_id(), recorder.new_id()
     recorder.write(RequestBegin(request, "one", start, *context.new(), "chat tiny", {}))
     recorder.write(RequestSeen(key, "one", start))
@@ -255,7 +255,7 @@ def test_a_request_keeps_its_phases_where_its_detokenizer_has_it_too(tmp_path: P
 )
 def test_only_the_server_fails(error: str, status: int | None, outcome: str, tmp_path: Path) -> None:
     recorder = RingRecorder(str(tmp_path), level=3)
-    request, start = recorder.new_id(), time.time_ns() - 1_000_000_000
+    request, start = recorder.new_id(), time.monotonic_ns() - 1_000_000_000
     recorder.write(RequestBegin(request, "one", start, *context.new(), "chat tiny", {}))
     values = [None] * (len(REQUEST.attributes) - 1)
     recorder.spans(REQUEST)(request, request, 0, start, start + 1, [*values, status], error)
@@ -268,7 +268,7 @@ def test_only_the_server_fails(error: str, status: int | None, outcome: str, tmp
 
 def test_an_idle_scheduler_has_no_batch(tmp_path: Path) -> None:
     recorder = RingRecorder(str(tmp_path), level=3)
-    step, end = recorder.new_id(), time.time_ns() - 5_000_000_000
+    step, end = recorder.new_id(), time.monotonic_ns() - 5_000_000_000
     recorder.spans(STEP)(step, step, 0, end - 1, end, [1, "decode", 8, 8, 0, 8, 0.5])
     live = LiveRun(tmp_path)
     live.poll()

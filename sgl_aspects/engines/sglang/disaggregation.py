@@ -10,7 +10,7 @@ is the same on both except for its id; they share ``bootstrap_room``, from which
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from time import perf_counter, time_ns
+from time import monotonic_ns, perf_counter
 from typing import Any
 
 from sgl_aspects.engines.base import Lifecycle, Role
@@ -125,7 +125,7 @@ class _DisaggregationObserver:
             self._requests.finished(req.rid, len(req.output_ids), reason, now=_transferred_ns(req))
 
     def decodes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        now, reqs = time_ns(), list(self._batch(args, kwargs).reqs)
+        now, reqs = monotonic_ns(), list(self._batch(args, kwargs).reqs)
         for req in reqs:
             self._requests.enter(req.rid, "decode", now=now)
         return reqs
@@ -162,7 +162,7 @@ class _DisaggregationObserver:
 def _transferred_ns(req: Any) -> int:
     """Return SGLang's own time of the transfer's end: by now the answer may have left the server. 0: none."""
     end = getattr(getattr(req, "time_stats", None), "prefill_kv_transfer_finish_time", 0.0)
-    return time_ns() - int((perf_counter() - end) * 1e9) if end else 0
+    return monotonic_ns() - int((perf_counter() - end) * 1e9) if end else 0
 
 
 def _refusal(status: int | None) -> str:

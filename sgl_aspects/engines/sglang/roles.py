@@ -40,14 +40,14 @@ def _is_probe(request: Any) -> bool:
 
 
 def _received_ns(request: Any) -> int | None:
-    """Return when the HTTP server got it, since the epoch; SGLang notes it on a clock of its own."""
+    """Return when the HTTP server got it, on the monotonic clock; SGLang notes it on one of its own."""
     received = request.received_time
     if not received:
         return None
     for clock in (time.monotonic, time.perf_counter):
         age = clock() - received
         if 0 <= age < 3600:
-            return time.time_ns() - int(age * 1e9)
+            return time.monotonic_ns() - int(age * 1e9)
     return None
 
 

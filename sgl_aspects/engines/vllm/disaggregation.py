@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines.base import Lifecycle, Role
@@ -107,7 +107,7 @@ class Transfers:
 
     def _see(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         request = self._begun(args, kwargs)
-        self.seen.setdefault(request.request_id, (request, time_ns()))
+        self.seen.setdefault(request.request_id, (request, monotonic_ns()))
 
     def _end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         failed = getattr(self._scheduler(args, kwargs), "failed_recving_kv_req_ids", ())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from opentelemetry.sdk.resources import Resource
@@ -42,7 +41,7 @@ def spans_of(rings: Iterable[RingReader], seconds: float) -> list[ReadableSpan]:
     joiner.match_waiting()
     for ring in rings:
         if ring.is_alive():
-            ring.last_ns = time.time_ns()  # open spans end at the time of the dump
+            ring.last_ns = ring.now_ns()  # open spans end at the time of the dump
         joiner.writer_gone(ring)
     joiner.finish()
     since = newest - int(min(seconds, _LONGEST) * 1e9)

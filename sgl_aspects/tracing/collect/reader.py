@@ -79,8 +79,9 @@ class RingReader:
         ):
             raise DamagedError(f"{self.path} is not a ring of version {layout.VERSION}")
         self.process_id = words[layout.WORD_PROCESS_ID]
-        self.started_ns = words[layout.WORD_STARTED_NS]
-        self._decoder = Decoder(self._read_definitions, _signed(words[layout.WORD_CLOCK_OFFSET_NS]))
+        self._clock_offset = _signed(words[layout.WORD_CLOCK_OFFSET_NS])
+        self.started_ns = words[layout.WORD_STARTED_NS] + self._clock_offset
+        self._decoder = Decoder(self._read_definitions, self._clock_offset)
 
     def _first_taken(self) -> int:
         taken = self._header()[layout.WORD_TAKEN]
@@ -105,9 +106,12 @@ class RingReader:
         """The time since which hooks are being removed from its process, which goes on untraced; 0: they are
         not.
         """
-        words = self._header()
-        began = words[layout.WORD_DETACHING_NS]
-        return began and began + _signed(words[layout.WORD_CLOCK_OFFSET_NS])
+        began = self._header()[layout.WORD_DETACHING_NS]
+        return began and began + self._clock_offset
+
+    def now_ns(self) -> int:
+        """Return Unix time now, as its process would record it."""
+        return time.monotonic_ns() + self._clock_offset
 
     @property
     def was_detached(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines.base import Engine
@@ -195,7 +195,7 @@ class CallTracker:
 
     def begin_answers(self, call: Call, rids: tuple[str, ...]) -> None:
         """Open these answers of a request for several answers."""
-        origin, now = call.origin, time_ns()
+        origin, now = call.origin, monotonic_ns()
         parent = TraceContext(origin.trace_id, call.span_id, origin.sampled, origin.state, False)
         for rid in rids:
             answer = Call(self._recorder.new_id(), rid, now, parent, call.name, of=call, streams=call.streams)
@@ -206,7 +206,7 @@ class CallTracker:
 
     def begin_attached(self, manager: Any) -> None:
         """Open the requests that began before attach, from their first event on, in their caller's trace."""
-        self.came_late, now = False, time_ns()
+        self.came_late, now = False, monotonic_ns()
         for rid, request in dict(self._in_flight(manager) or {}).items():
             if rid not in self.live and not self._is_probe(request):
                 call = self.live[rid] = self.begin(request, manager, now, rid=rid, more={ATTACHED_FLAG: True})
@@ -227,12 +227,12 @@ class CallTracker:
 
     def enter_tokenize(self, call: Call) -> tuple[Call, int, int, Opened]:
         """Open the ``tokenize`` span; ``tokenized`` takes the result."""
-        span_id, root, now = self._recorder.new_id(), call.span_id, time_ns()
+        span_id, root, now = self._recorder.new_id(), call.span_id, monotonic_ns()
         return call, span_id, now, self._recorder.enter(TOKENIZE, span_id, root, root, now, call.origin)
 
     def tokenized(self, token: tuple[Call, int, int, Opened], count: int | None, problem: str) -> None:
         """Close the ``tokenize`` span. ``count``: tokens, if known."""
-        (call, span_id, start_ns, opened), end_ns = token, time_ns()
+        (call, span_id, start_ns, opened), end_ns = token, monotonic_ns()
         context.leave(opened)
         root = call.span_id
         self._write_tokenize(span_id, root, root, start_ns, end_ns, (count,), problem)
@@ -249,14 +249,14 @@ class CallTracker:
 
     def enter_detokenize(self, call: Call) -> tuple[Call, int, Opened]:
         """Enter a detokenize call; ``detokenized`` takes the result. All calls are one span."""
-        now, root = time_ns(), call.span_id
+        now, root = monotonic_ns(), call.span_id
         if not call.detokenize:
             call.detokenize = [self._recorder.new_id(), now, now, 0, 0]
         span_id, start_ns = call.detokenize[:2]
         return call, now, self._recorder.enter(DETOKENIZE, span_id, root, root, start_ns, call.origin)
 
     def detokenized(self, token: tuple[Call, int, Opened]) -> None:
-        (call, start_ns, opened), now = token, time_ns()
+        (call, start_ns, opened), now = token, monotonic_ns()
         context.leave(opened)
         parts = call.detokenize
         parts[2], parts[3], parts[4] = now, parts[3] + now - start_ns, parts[4] + 1
@@ -343,7 +343,7 @@ class CallTracker:
         call = Call(self._recorder.new_id(), "", exchange.start_ns, origin, operation, exchange=exchange)
         self._begun(call, {OPERATION: operation, PROVIDER: self._engine.provider_name})
         values = [None] * (len(REQUEST.attributes) - 1)
-        self._write(call, time_ns(), [*values, exchange.status], str(exchange.status))
+        self._write(call, monotonic_ns(), [*values, exchange.status], str(exchange.status))
 
     def _end_streamed(self, call: Call, exchange: Exchange) -> None:
         """End a streamed request when its response is complete or its client is gone."""
@@ -355,7 +355,7 @@ class CallTracker:
         """Write the span, once; ``problem``: the error, if its end does not carry one."""
         if call.has_ended:
             return
-        call.has_ended, end_ns, exchange = True, time_ns(), call.exchange
+        call.has_ended, end_ns, exchange = True, monotonic_ns(), call.exchange
         answers = call.answers_of_the_caller if call.is_group else [call]
         counts = [one.tokens or self._counts(one.latest) for one in answers if one.tokens or one.latest]
         prompt, output, cached = map(_total, zip(*counts)) if counts else (None, None, None)

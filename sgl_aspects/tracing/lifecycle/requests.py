@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.tracing.record.recorder import Recorder
@@ -92,7 +92,7 @@ class RequestTracker:
 
         ``elsewhere``: trace id, span id and sampled flag of a request that another host received.
         """
-        recorder, now = self._recorder, time_ns()
+        recorder, now = self._recorder, monotonic_ns()
         request = ScheduledRequest(recorder.new_id(), rid)
         if elsewhere is None:
             recorder.write(RequestSeen(request.key, str(rid), now))
@@ -106,7 +106,7 @@ class RequestTracker:
         """Change the open phase, which ended with ``problem`` if any, to another of ``schema.PHASES``."""
         request = self.requests.get(rid)
         if request is not None and request.phase != phase:
-            now = now or time_ns()
+            now = now or monotonic_ns()
             self._close(request, now, problem=problem)
             self._open(request, phase, now)
 
@@ -142,7 +142,7 @@ class RequestTracker:
 
     def prefilled(self, chunks: Iterable[Chunk], problem: str = "", now: int = 0) -> None:
         """End chunks; after a prompt's last one its request decodes."""
-        now = now or time_ns()
+        now = now or monotonic_ns()
         for chunk in chunks:
             request = chunk.request
             key, values = request.key, (chunk.tokens, request.chunks)
@@ -160,7 +160,7 @@ class RequestTracker:
         request = self.requests.get(rid)
         if request is None or not request.is_running:
             return
-        now = time_ns()
+        now = monotonic_ns()
         if request.decodes:
             self._close(request, now, (self._decoded(request, output_tokens), "retracted"))
         self.preempted_requests.add(request)
@@ -177,7 +177,7 @@ class RequestTracker:
             return
         self.preempted_requests.discard(request)
         values = (self._decoded(request, output_tokens), reason) if request.decodes else (reason,)
-        self._close(request, now or time_ns(), values, problem)
+        self._close(request, now or monotonic_ns(), values, problem)
 
     def _decoded(self, request: ScheduledRequest, output_tokens: int | None) -> int | None:
         """Return the tokens of the open ``decode``: all of the answer but those of earlier ones."""

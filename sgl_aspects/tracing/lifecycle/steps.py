@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.tracing import schema
@@ -273,7 +273,7 @@ class StepTracker(native.Tracker):
             step = Step(steps, steps.take())
         except IndexError:
             return
-        now = time_ns()
+        now = monotonic_ns()
         step.store(
             {
                 layout.SCHEDULE_START: now,

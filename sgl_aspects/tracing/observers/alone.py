@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines import Outcome
@@ -50,7 +50,7 @@ class AloneObserver:
         request = self._requests.requests.get(rid)
         if request is None:
             return None
-        now = time_ns()
+        now = monotonic_ns()
         self._requests.launched(request, now)
         self._running = request, now, args, kwargs
         return self._running

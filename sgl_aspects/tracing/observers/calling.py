@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines.contract import Observation
@@ -45,7 +45,7 @@ class CallingObserver:
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._recorder.level:
             return None
-        now, calls, request = time_ns(), self._calls, self._received(args, kwargs)
+        now, calls, request = monotonic_ns(), self._calls, self._received(args, kwargs)
         exchange = current_exchange.get()
         if exchange is not None:
             exchange.is_taken = True  # an engine's request, so never a rejection by the server alone

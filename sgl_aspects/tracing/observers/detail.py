@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines.base import CallReader
@@ -37,7 +37,7 @@ class _Detail:
         self._readers = [trackers.engine.call_reader(role, argument) for argument in ROLES[role]]
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        start_ns = time_ns()
+        start_ns = monotonic_ns()
         step_id, parent_id = self._tracker.parent_of_detail()
         if not step_id:
             return start_ns, 0, 0, 0, None, args, kwargs
@@ -47,7 +47,7 @@ class _Detail:
 
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         start_ns, span_id, step_id, parent_id, opened, args, kwargs = token
-        end_ns, problem = time_ns(), error_type(error)
+        end_ns, problem = monotonic_ns(), error_type(error)
         if step_id:
             leave(opened)
         values = [_read(read, args, kwargs, result) for read in self._readers]

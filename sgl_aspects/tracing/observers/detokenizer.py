@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines.contract import Observation
@@ -23,10 +23,10 @@ class DetokenizerObserver:
         return [Observation("detokenize", self._enter, self._exit)]
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return time_ns(), args, kwargs
+        return monotonic_ns(), args, kwargs
 
     def _exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        (start_ns, args, kwargs), now, calls = token, time_ns(), self._calls
+        (start_ns, args, kwargs), now, calls = token, monotonic_ns(), self._calls
         found = list(self._each(self._batch(args, kwargs, result)))
         share = (now - start_ns) // (len(found) or 1)
         for rid, reason in found:

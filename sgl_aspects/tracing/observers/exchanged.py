@@ -18,7 +18,7 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines.base import Engine, Role
@@ -62,7 +62,7 @@ class ExchangeObserver:
 
     def _exchange_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Exchange, Any]:
         cycle = self._cycle(args, kwargs, None)
-        exchange = Exchange(cycle.scope, time_ns() - _unread_ns(cycle.transport))
+        exchange = Exchange(cycle.scope, monotonic_ns() - _unread_ns(cycle.transport))
         current_exchange.set(exchange)
         return exchange, cycle
 
@@ -85,7 +85,7 @@ class ExchangeObserver:
             exchange.status = message["status"]
             return
         if not exchange.first_ns and message.get("body"):
-            exchange.first_ns = time_ns()
+            exchange.first_ns = monotonic_ns()
             found = _RESPONSE_ID.search(message["body"][:_FIRST_BYTES])
             if found is not None:
                 exchange.response_id = found[1].decode()

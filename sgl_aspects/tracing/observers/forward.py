@@ -9,7 +9,7 @@ level 4 every pass.
 from __future__ import annotations
 
 import logging
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines.contract import Observation
@@ -100,7 +100,7 @@ class ForwardObserver(native.ForwardPath):
             self._meet(runner, step)
         step.child = CHILD_FORWARD
         block = step.block
-        step.words[block + FORWARD_START] = time_ns()
+        step.words[block + FORWARD_START] = monotonic_ns()
         step.words[block + STEP_GRAPH] = self.eager_text
         step.words[block + STEP_DEVICE_NAME] = self.device_text
         if self.has_events:
@@ -129,7 +129,7 @@ class ForwardObserver(native.ForwardPath):
             # Unlike the last pass of this mode, it replayed no graph.
             if step.words[step.block + STEP_GRAPH] == self.eager_text:
                 self.expects &= ~_mode_bit(step)
-        step.words[step.block + FORWARD_END] = time_ns()
+        step.words[step.block + FORWARD_END] = monotonic_ns()
         if error is not None:
             self.tracker.fail(step, _FAILED, error_type(error))
 
@@ -189,14 +189,14 @@ class ForwardObserver(native.ForwardPath):
             step = tracker.in_flight[-1] if tracker.in_flight else None
         if step is None or not step.id:
             return None
-        step.words[step.block + SAMPLE_START] = time_ns()
+        step.words[step.block + SAMPLE_START] = monotonic_ns()
         tracker.running, step.child = step, CHILD_SAMPLE
         return step
 
     def _sample_exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
         if step is None:
             return
-        now, tracker = time_ns(), self.tracker
+        now, tracker = monotonic_ns(), self.tracker
         step.words[step.block + SAMPLE_END] = now
         step.child = CHILD_RUN_BATCH
         if error is not None:

@@ -6,7 +6,7 @@ import enum
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.config import RESULT, DeclaredTrace
@@ -88,7 +88,7 @@ class TracedFunction:
             # another.
             is_current = is_current and (outer is None or outer.trace is not None)
         root_id, parent_id = (0, 0) if outer is None else outer[:2]
-        span_id, start_ns = recorder.new_id(), time_ns()
+        span_id, start_ns = recorder.new_id(), monotonic_ns()
         if not root_id:
             if not in_sample(span_id, recorder.sample):
                 return None
@@ -104,7 +104,7 @@ class TracedFunction:
         if token is None:
             return
         opened, root_id, parent_id, span_id, start_ns, args, kwargs = token
-        end_ns = time_ns()
+        end_ns = monotonic_ns()
         if opened is not None:
             leave(opened)
         values = [_plain(read(args, kwargs, result)) for read in self._readers]

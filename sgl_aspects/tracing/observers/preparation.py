@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines.contract import Observation
@@ -36,7 +36,7 @@ class _Preparation:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._recorder.level < 2:
             return None
-        span_id, start_ns = self._recorder.new_id(), time_ns()
+        span_id, start_ns = self._recorder.new_id(), monotonic_ns()
         # Announced: it may take minutes, and the process may die of it.
         self._recorder.announce(self._type, span_id, span_id, 0, start_ns)
         return span_id, start_ns, self._recorder.enter(self._type, span_id, span_id, 0, start_ns)
@@ -45,4 +45,4 @@ class _Preparation:
         if token is not None:
             span_id, start_ns, opened = token
             leave(opened)
-            self._write(span_id, span_id, 0, start_ns, time_ns(), (), error_type(error))
+            self._write(span_id, span_id, 0, start_ns, monotonic_ns(), (), error_type(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines import Outcome
@@ -111,7 +111,7 @@ class QueueObserver:
         reason = self._end_reason(args, kwargs) or self._finish_reason(req)
         has_failed = reason is not None and self._engine.outcome(reason) is Outcome.FAILED
         problem = Outcome.FAILED.problem if has_failed else ""
-        self._requests.finished(self._rid(req), self._output_tokens(req), reason, problem, time_ns())
+        self._requests.finished(self._rid(req), self._output_tokens(req), reason, problem, monotonic_ns())
 
     def _cancel_exit(self, token: None, reqs: Any, error: BaseException | None) -> None:
         """End requests whose callers are gone; most often there are none."""

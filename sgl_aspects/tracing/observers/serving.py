@@ -15,7 +15,7 @@ import contextvars
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines.contract import Observation
@@ -121,7 +121,7 @@ class ServingObserver:
             if outer is not None and outer.call is not None and outer.call.is_search:
                 return None  # one of the requests by which that one is answered
             http, exchange = self._http(args, kwargs), current_exchange.get()
-            serving = _Serving(self, time_ns(), manager(args, kwargs), http, exchange)
+            serving = _Serving(self, monotonic_ns(), manager(args, kwargs), http, exchange)
             _serving.set(serving)
             return serving
 
@@ -231,13 +231,13 @@ class ServingObserver:
 
     def _prompt_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = _serving.get() or current_exchange.get()
-        return (time_ns(), place) if place is not None and self._recorder.level else None
+        return (monotonic_ns(), place) if place is not None and self._recorder.level else None
 
     def _tokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         request = self._tokenized(args, kwargs)
         if request is None:  # its request is known
             serving = _serving.get()
-            return (time_ns(), serving) if serving is not None and serving.observer is self else None
+            return (monotonic_ns(), serving) if serving is not None and serving.observer is self else None
         call = self._calls.live.get(self._rids(request)[0])
         return None if call is None else self._calls.enter_tokenize(call)
 
@@ -247,7 +247,7 @@ class ServingObserver:
         count, problem = None if error is not None else self._token_count(result), error_type(error)
         if len(token) == 2:  # its request does not exist yet
             start_ns, place = token
-            place.tokenized.append((start_ns, time_ns(), count, problem))
+            place.tokenized.append((start_ns, monotonic_ns(), count, problem))
         else:
             self._calls.tokenized(token, count, problem)
 
@@ -297,7 +297,7 @@ class ServingObserver:
             if self._content is not None and len(call.text) < LONGEST:
                 call.text += self._piece(call.latest) or ""
             if not call.first_ns:
-                call.first_ns = time_ns()
+                call.first_ns = monotonic_ns()
             if reason is not None:
                 del live[rid]
                 self._calls.end(call, self._reason_text(reason) or "unknown")
@@ -309,7 +309,7 @@ class ServingObserver:
             if call is None:
                 continue
             if call.tokens is None:
-                call.first_ns = time_ns()
+                call.first_ns = monotonic_ns()
                 call.tokens = prompt, new, cached
             else:
                 prompt, before, cached = call.tokens

@@ -7,7 +7,7 @@ processing of its result, for requests and steps together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines import Engine
@@ -128,7 +128,7 @@ class StepObserver(native.StepPath):
     # -- scheduled ------------------------------------------------------------------------------------------
 
     def _schedule_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        return time_ns()
+        return monotonic_ns()
 
     def _schedule_exit(self, start_ns: int, result: Any, error: BaseException | None) -> None:
         # A scheduler without work gets here thousands of times a second.
@@ -139,7 +139,7 @@ class StepObserver(native.StepPath):
                 tracker.drop_details(None if result is None else tracker.schedule_end)
             if not tracker.in_flight:
                 self._report_idle()
-        tracker.schedule_start, tracker.schedule_end = start_ns, time_ns()
+        tracker.schedule_start, tracker.schedule_end = start_ns, monotonic_ns()
 
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_open = self.busy is not None or self.tracker.late or self.requests
@@ -160,7 +160,7 @@ class StepObserver(native.StepPath):
     # -- launched -------------------------------------------------------------------------------------------
 
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        now = time_ns()
+        now = monotonic_ns()
         batch = self._ran(args, kwargs)
         if batch is None:
             return None  # an empty batch
@@ -191,7 +191,7 @@ class StepObserver(native.StepPath):
     def _run_exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
         if step is None:
             return
-        now = time_ns()
+        now = monotonic_ns()
         step.words[step.block + RUN_END] = now
         step.words[step.block + STEP_NUMBER] = figure(self._step_number(step.batch))
         if error is None:
@@ -230,7 +230,7 @@ class StepObserver(native.StepPath):
         self.tracker.finishing = self._finished is not None
         req = self._released(args, kwargs)
         if req is not None and self._finished is not None and (rid := self._rid(req)) in self.requests:
-            self._released_ns[rid] = time_ns()
+            self._released_ns[rid] = monotonic_ns()
 
     def _link(self, reqs: Any, size: int) -> None:
         """Link the steps to a batch of other requests than the last one's."""
@@ -253,7 +253,7 @@ class StepObserver(native.StepPath):
     # -- its result processed -------------------------------------------------------------------------------
 
     def _process_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        now = time_ns()
+        now = monotonic_ns()
         tracker = self.tracker
         if not tracker.in_flight:
             return None
@@ -279,7 +279,7 @@ class StepObserver(native.StepPath):
     def _process_exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
         if step is None:
             return
-        now, tracker, scheduler = time_ns(), self.tracker, step.result
+        now, tracker, scheduler = monotonic_ns(), self.tracker, step.result
         if step.prefill:
             released = [self._released_ns.get(chunk.request.rid, 0) for chunk in step.prefill]
             released_ns = min(filter(None, released), default=0)

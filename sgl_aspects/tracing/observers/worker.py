@@ -7,7 +7,7 @@ and host of attaching do not matter. Each rank writes its own spans.
 from __future__ import annotations
 
 import collections
-from time import time_ns
+from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines.contract import Observation
@@ -76,7 +76,7 @@ class WorkerObserver:
         self._step_id, self._graph = step_id, None
         platform = self._platform_of(self._runner(args, kwargs))
         events = self._take_events(platform)
-        start_ns = time_ns()
+        start_ns = monotonic_ns()
         if events is not None:
             events[0].record()
         return start_ns, step_id, batch, platform, events
@@ -87,7 +87,7 @@ class WorkerObserver:
         start_ns, step_id, batch, platform, events = token
         if events is not None:
             events[1].record()
-        end_ns = time_ns()
+        end_ns = monotonic_ns()
         mode, reqs, num_tokens = self._values(batch)
         name = getattr(platform, "device_name", None)
         values = [self._mode_name(mode), len(reqs), num_tokens, name, None, self._graph]
@@ -104,7 +104,7 @@ class WorkerObserver:
             self._graph = self._graph_mode((), {}, result)
 
     def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (time_ns(), self._step_id) if self._step_id and self._recorder.level >= 4 else None
+        return (monotonic_ns(), self._step_id) if self._step_id and self._recorder.level >= 4 else None
 
     def _sample_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
@@ -112,7 +112,7 @@ class WorkerObserver:
         start_ns, step_id = token
         run_id = layout.child_id(step_id, layout.CHILD_RUN_BATCH)
         span_id = self._recorder.new_id()
-        self._write_sample(span_id, step_id, run_id, start_ns, time_ns(), (), error_type(error))
+        self._write_sample(span_id, step_id, run_id, start_ns, monotonic_ns(), (), error_type(error))
         if self._waiting:
             self._read_events()
 

@@ -12,6 +12,7 @@ import struct
 import time
 
 from sgl_aspects.files import OwnDescriptor
+from sgl_aspects.run import clock
 from sgl_aspects.tracing.record import format as layout
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class RingFile:
                 _warn_of_small_ring(folder, slots)
             memory = _map(descriptor, layout.SLOTS_OFFSET + slots * layout.SLOT_BYTES)
             file = cls(descriptor, memory, slots)
-            file._write_header(control)
+            file._write_header(control, clock.offset_of(folder))
             _lock(descriptor)
             # Renamed when it is complete and locked, so that readers never see it before.
             os.rename(path + ".new", path)
@@ -65,11 +66,12 @@ class RingFile:
             return None
         return file
 
-    def _write_header(self, control: tuple[int, int, int]) -> None:
+    def _write_header(self, control: tuple[int, int, int], clock_offset: int) -> None:
         self.words[layout.WORD_MAGIC] = int.from_bytes(layout.MAGIC, "little")
         self.words[layout.WORD_VERSION] = layout.VERSION
         self.words[layout.WORD_PROCESS_ID] = os.getpid()
-        self.words[layout.WORD_STARTED_NS] = time.time_ns()
+        self.words[layout.WORD_STARTED_NS] = time.monotonic_ns()
+        self.words[layout.WORD_CLOCK_OFFSET_NS] = clock_offset % (1 << 64)
         self.words[layout.WORD_SLOTS] = self.slots
         self.words[layout.WORD_SLOT_BYTES] = layout.SLOT_BYTES
         self.words[layout.WORD_DEFINITIONS_OFFSET] = layout.HEADER_BYTES

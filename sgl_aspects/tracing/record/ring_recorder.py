@@ -229,7 +229,7 @@ class RingRecorder:
         """Mark the process as detaching: requests that end later may lack some spans."""
         with self._lock:
             if self._file is not None and not self._file.words[layout.WORD_DETACHING_NS]:
-                self._file.words[layout.WORD_DETACHING_NS] = time.time_ns()
+                self._file.words[layout.WORD_DETACHING_NS] = time.monotonic_ns()
 
     def close(self, *, detaches: bool = False) -> None:
         """Close the file. ``detaches``: the process goes on untraced, so its open spans have not failed."""

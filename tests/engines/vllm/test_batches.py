@@ -117,7 +117,7 @@ def test_a_pass_of_a_worker_is_in_the_trace_of_its_step_without_a_record_of_the_
     run_id = layout.child_id(step, layout.CHILD_RUN_BATCH)
     with engine_receiver() as receiver:
         with attach(endpoint=receiver.endpoint) as session:
-            now = time.time_ns()
+            now = time.monotonic_ns()
             write = session.recorder.spans(FORWARD)
             write(session.recorder.new_id(), step, run_id, now, now + 1000, ["decode", 1, 1])
         (span,) = receiver.named("forward")
