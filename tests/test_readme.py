@@ -17,9 +17,7 @@ ROOT = Path(__file__).parent.parent
 def first_hook() -> tuple[str, str]:
     """The README's first program, and what it prints."""
     text = (ROOT / "README.md").read_text()
-    found = re.search(
-        r"## A first hook\n\n```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", text, re.DOTALL
-    )
+    found = re.search(r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", text, re.DOTALL)
     assert found is not None
     return found[1], found[2]
 
@@ -38,7 +36,7 @@ def test_the_first_program_prints_what_the_readme_shows(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_first_commands_need_wrapt_and_opentelemetry_alone(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
-    found = re.search(r"## First commands\n\n```\n(git clone) <[^>]+> (.*?)```", text, re.DOTALL)
+    found = re.search(r"```\n(git clone) <[^>]+> (.*?)```", text, re.DOTALL)
     assert found is not None
     commands = f"{found[1]} --quiet {shlex.quote(str(ROOT))} {found[2]}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
