@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from sgl_aspects.cli.main import _parse
+from tests.support.builds import sources
 from tests.support.otlp_receiver import http_receiver
 from tests.support.tree import ROOT
 
@@ -87,7 +88,15 @@ def dockerfile(instruction: str) -> str:
 
 def test_the_image_traces_a_program_in_the_chart_and_below_the_operator(tmp_path: Path) -> None:
     """With an interpreter that has nothing of ours: the folder of the image is all that it gets."""
-    wheel = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path / "wheels"), str(ROOT)]
+    wheel = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--outdir",
+        str(tmp_path / "wheels"),
+        str(sources(tmp_path)),
+    ]
     subprocess.run(wheel, check=True, capture_output=True, timeout=300)
     image = tmp_path / "autoinstrumentation"
     step = (

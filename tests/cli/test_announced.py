@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from tests.support.processes import free_port
+from tests.support.processes import free_port, without_room
 
 
 def traced(
@@ -28,18 +27,16 @@ def test_what_is_traced_and_where_it_goes_is_said_once(tmp_path: Path) -> None:
     program = (sys.executable, "-c", "")
     done = traced(tmp_path, *program, options=("--level", "2", "--file", "spans.jsonl"))
     file = tmp_path / "spans.jsonl"
-    assert done.stderr == f"sgl-aspects: tracing requests + scheduler (--level 2) to {file}\n"
+    said = without_room(done.stderr)
+    assert said == f"sgl-aspects: tracing requests + scheduler (--level 2) to {file}\n"
     assert traced(tmp_path, *program, options=("--level", "0")).stderr == ""
 
 
 def test_a_backend_that_is_not_there_is_two_lines_and_no_wait(tmp_path: Path) -> None:
     endpoint = f"http://localhost:{free_port()}"
-    begun = time.monotonic()
-    done = traced(
-        tmp_path, sys.executable, "-c", "", options=("--endpoint", endpoint), ASPECTS_TRACE_FLUSH_SECONDS="60"
-    )
-    assert time.monotonic() - begun < 60
-    assert done.stderr.splitlines() == [
+    options, waits = ("--endpoint", endpoint), "600"  # longer than this test
+    done = traced(tmp_path, sys.executable, "-c", "", options=options, ASPECTS_TRACE_FLUSH_SECONDS=waits)
+    assert without_room(done.stderr).splitlines() == [
         f"sgl-aspects: tracing requests (--level 1) to {endpoint} (nothing listens there yet)",
         f"sgl-aspects collector: nothing listens at {endpoint}: start a backend there, or choose --file FILE",
     ]

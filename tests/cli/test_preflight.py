@@ -18,7 +18,7 @@ def preflight(*words: str, limit: str = "", **variables: str) -> subprocess.Comp
     if limit:
         command = ["bash", "-c", f'{limit} && exec "$@"', "bash", *command]
     environment = {name: text for name, text in os.environ.items() if not name.startswith("OTEL_")}
-    return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=120)
 
 
 def line(done: subprocess.CompletedProcess[str], name: str) -> str:
@@ -77,7 +77,7 @@ def test_a_containers_shared_memory() -> None:
     small = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
     command = [sys.executable, "-m", "sgl_aspects", "preflight", "--file", "/dev/null"]
     inside = ["unshare", "--mount", "bash", "-c", f'{small} && exec "$@"', "bash", *command]
-    done = subprocess.run(inside, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(inside, capture_output=True, text=True, timeout=120)
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"this machine allows no mount namespace: {done.stderr.strip()}")
     assert line(done, "shared memory").startswith("lack")
