@@ -71,7 +71,8 @@ def run(folder: Path, program: str, *before: str) -> str:
         run_folder = (folder / "run").read_text()
         wait_until(lambda: not os.path.exists(run_folder))
         errors.seek(0)
-        assert (done.returncode, without_room(errors.read())) == (0, "")
+        said = f"sgl-aspects: tracing requests (--level 1) to {folder / 'spans'}\n"
+        assert (done.returncode, without_room(errors.read())) == (0, said)
     return (folder / "spans").read_text()
 
 
