@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the page (report.html), or the timeline (timeline.json)",
     )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
     parser.add_argument(
         "--compare",
         nargs=2,
@@ -59,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     output = arguments.output or Path(_FORMATS[arguments.format])
     if arguments.compare:
-        return _compare(arguments.compare, output, arguments.beyond)
+        return _compare(arguments.compare, output, arguments.beyond, arguments.open)
     found = load_runs(arguments.sources)
     if not found.spans:
         raise ConfigError(
@@ -68,15 +70,18 @@ def run(arguments: argparse.Namespace) -> int:
     text = _page(found) if arguments.format == "page" else _timeline(found)
     _write(text, output)
     requests = counted(sum(span.is_server for span in found.spans), "request")
-    where = "a browser" if arguments.format == "page" else "ui.perfetto.dev"
     size = f"{len(text) / 1e6:.1f} MB"
-    print(f"{output}: {requests}, {counted(len(found.spans), 'span')}, {size}. Open it in {where}.")
+    print(f"{output}: {requests}, {counted(len(found.spans), 'span')}, {size}.", end=" ")
+    if arguments.format == "page":
+        _offer(output, arguments.open)
+    else:
+        print("Open it in ui.perfetto.dev.")
     for clock in found.clocks:
         print(f"clock of {clock}")
     return 0
 
 
-def _compare(sources: Sequence[str], output: Path, beyond: float) -> int:
+def _compare(sources: Sequence[str], output: Path, beyond: float, opens: bool) -> int:
     from sgl_aspects.cli import comparison
     from sgl_aspects.view.page import page_of_both
 
@@ -84,8 +89,17 @@ def _compare(sources: Sequence[str], output: Path, beyond: float) -> int:
     changes = comparison.changes_of(before, after)
     _write(page_of_both(before, after, comparison.rows_of(changes)), output)
     status = comparison.show(before, after, changes, beyond)
-    print(f"{output}: both runs, and this table. Open it in a browser.")
+    print(f"{output}: both runs, and this table.", end=" ")
+    _offer(output, opens)
     return status
+
+
+def _offer(page: Path, opens: bool) -> None:
+    """Print a link to the page, and open it if that is wanted."""
+    link = page.absolute().as_uri()
+    print(f"Open it in a browser: {link}")
+    if opens:
+        webbrowser.open(link)
 
 
 def _write(text: str, output: Path) -> None:

@@ -12,15 +12,18 @@ epoch), so that JavaScript's numbers hold them. Spans of one name with the same 
      "links":    {index: [index, …]},              those of spans that have some
      "errors":   [index, …],
      "requests": [index, …], "steps": [index, …],
-     "traces":   {index: trace id}}                of requests
+     "traces":   {index: trace id},                of requests
+     "causes":   {index: [[cause, time, [[index, time], …]], …]}}    of the slowest requests, with culprits
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sgl_aspects import __version__
+from sgl_aspects.analysis.causes import Causes
 from sgl_aspects.analysis.numbers import STEP
 from sgl_aspects.analysis.sources import Run
 from sgl_aspects.analysis.spans import Span
@@ -32,6 +35,8 @@ _LONGEST_LIST = 100
 _LONGEST_TIME = 1 << 63  # OTLP's times are 64-bit numbers
 _EXACT = 1 << 53  # the largest exact integer of JavaScript
 _NONE = -1
+# Requests whose causes are shown, the slowest ones, and the culprits of each cause.
+_EXPLAINED, _CULPRITS = 300, 3
 _NAMES = (
     "BATCH_SIZE",
     "BATCH_TOKENS",
@@ -49,6 +54,7 @@ _NAMES = (
     "REQUEST_ID",
     "REQUEST_MODEL",
     "RESPONSE_ID",
+    "STATUS_CODE",
     "STEP_ID",
     "TIME_TO_FIRST_TOKEN",
     "UNFINISHED_FLAG",
@@ -96,7 +102,33 @@ def payload_of(run: Run) -> dict[str, Any]:
         "requests": requests,
         "steps": [index for index, span in enumerate(spans) if _is_step(span)],
         "traces": {index: spans[index].trace_id for index in requests},
+        "causes": _causes(spans, requests, index_of),
     }
+
+
+def _causes(
+    spans: Sequence[Span], requests: Sequence[int], index_of: Mapping[str, int]
+) -> dict[int, list[tuple[str, int, list[tuple[int, int]]]]]:
+    """Return what the slowest requests' time was spent on, and the requests that had most part in it."""
+    causes = Causes(spans)
+    found: dict[int, list[tuple[str, int, list[tuple[int, int]]]]] = {}
+    for index in sorted(requests, key=lambda index: -spans[index].seconds)[:_EXPLAINED]:
+        explanation = causes.explain(spans[index])
+        found[index] = [
+            (
+                cause.value,
+                round(seconds * 1e9),
+                [
+                    (index_of[span_id], round(own * 1e9))
+                    for span_id, own in sorted(
+                        explanation.culprits.get(cause, {}).items(), key=lambda each: -each[1]
+                    )[:_CULPRITS]
+                    if span_id in index_of
+                ],
+            )
+            for cause, seconds in explanation.ranked()
+        ]
+    return found
 
 
 def _is_step(span: Span) -> bool:

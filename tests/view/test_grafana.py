@@ -24,7 +24,7 @@ from tests.support.processes import free_port
 GRAFANA = Path(__file__).resolve().parents[2] / "docs" / "grafana"
 ALERTS = GRAFANA / "alerts.yml"
 # Variables of the dashboard's queries, which Grafana fills in.
-VARIABLES = {"$__rate_interval": "30s", "$model": ".*"}
+VARIABLES = {"$__rate_interval": "30s", "$model": ".*", "$instance": ".*"}
 # What a run in which all is well has no samples of.
 MAY_BE_EMPTY = ("dropped_total",)
 LABELS = {"gen_ai_request_model", "gen_ai_token_type", "sgl_aspects_forward_mode", "sgl_aspects_exporter"}
@@ -145,3 +145,12 @@ def test_every_alert_reads_metrics_that_there_are(prometheus: str) -> None:
             if not any(part in name for part in MAY_BE_EMPTY):
                 assert ask(prometheus, name), f"{rule['name']}: there is no {name}"
     subprocess.run(["promtool", "check", "rules", str(ALERTS)], check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_alerts_fire_for_what_they_name_and_for_nothing_else() -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("no promtool: apt-get install prometheus")
+    file = Path(__file__).with_name("alerts.test.yml")
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

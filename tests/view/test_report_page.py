@@ -252,6 +252,24 @@ def test_text_of_strangers_is_shown_as_text(browser: Browser, tmp_path: Path) ->
     assert looker.complaints == []
 
 
+def test_a_request_that_was_refused_is_no_model_and_no_failure(browser: Browser, tmp_path: Path) -> None:
+    good = {"gen_ai.request.model": "mine", "gen_ai.request.id": "good"}
+    refused = {"http.response.status_code": 400, "error.type": "400"}
+    spans = [
+        Span("chat mine", "a" * 32, "1" * 16, "", True, 10, 2_000_000_000, good, ()),
+        Span("chat", "b" * 32, "2" * 16, "", True, 20, 3_000_000, refused, ()),
+    ]
+    file = tmp_path / "report.html"
+    file.write_text(page_of(Run("run", spans)), encoding="utf-8")
+    looker = Looker(browser, file)
+    assert looker.page.inner_text("h1") == "mine"
+    assert "none failed, 1 refused" in looker.page.inner_text(".facts.wide")
+    looker.page.click(".list-rows .list-row >> nth=0")
+    looker.page.wait_for_selector("dl.causes")
+    assert "in the front end" in looker.page.inner_text("dl.causes")
+    looker.context.close()
+
+
 def test_nothing_was_recorded(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(page_of(Run("run", [])), encoding="utf-8")

@@ -129,8 +129,12 @@ class Request {
     this.perToken =
       first !== null && this.outputTokens > 1 ? (this.duration - this.toFirst) / (this.outputTokens - 1) : null;
     this.isError = run.hasError.has(index);
+    const status = number(run.names.STATUS_CODE);
+    this.isRefused = status >= 400 && status < 500; // the caller's mistake
     const reasons = value(run.names.FINISH_REASONS);
-    this.outcome = this.isError
+    this.outcome = this.isRefused
+      ? String(status)
+      : this.isError
       ? String(value(run.names.ERROR_TYPE) ?? "error")
       : Array.isArray(reasons) && reasons.length
         ? reasons.join(", ")

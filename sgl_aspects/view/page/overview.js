@@ -2,7 +2,7 @@
 
 function header(run) {
   const begin = new Date(run.t0_ms);
-  const models = [...new Set(run.requests.map((request) => request.model))];
+  const models = [...new Set(run.requests.filter((request) => !request.isRefused).map((request) => request.model))];
   const processes = new Set(run.process).size;
   return el(
     "header",
@@ -55,10 +55,11 @@ function numbers(run) {
   const measured = steps.filter((step) => step.deviceTime !== null);
   const onDevice = sum(measured, (step) => step.deviceTime);
   const failed = requests.filter((request) => request.isError).length;
+  const refused = requests.filter((request) => request.isRefused).length;
   return el(
     "dl",
     { class: "facts wide" },
-    fact("Requests", count(requests.length), failed ? `${count(failed)} failed` : "none failed"),
+    fact("Requests", count(requests.length), `${failed ? count(failed) : "none"} failed${refused ? `, ${count(refused)} refused` : ""}`),
     fact("Output tokens/s", span ? digits(output / (span / 1e9)) : "–", `${count(output)} tokens`),
     fact("Prompt tokens/s", span ? digits(prompt / (span / 1e9)) : "–", `${count(prompt)} tokens`),
     fact("Prefix-cache hits", prompt ? percent(cached / prompt) : "–", `${count(cached)} prompt tokens`),

@@ -121,6 +121,9 @@ function drawMarks(u, marks) {
 /** Cursors and zooms of these plots move together. */
 const timeline = uPlot.sync("timeline");
 
+/** Whether these are the limits of a plot's own data: plots of one line of time begin with the same limits. */
+const isWhole = (u, low, high) => low === null || (low === u.data[0][0] && high === u.data[0].at(-1));
+
 /** Options of a plot over the run's time, in seconds. */
 function overTime({ height, series, y, hooks = {}, last = false, range = [0, 1] }) {
   return {
@@ -132,7 +135,7 @@ function overTime({ height, series, y, hooks = {}, last = false, range = [0, 1] 
       points: { show: false },
       drag: { x: true, y: false, setScale: true },
     },
-    scales: { x: { time: false, range: (_, low, high) => (low === null ? range : high > low ? [low, high] : [low, low + 1]) }, y },
+    scales: { x: { time: false, range: (u, low, high) => (isWhole(u, low, high) ? range : high > low ? [low, high] : [low, low + 1]) }, y },
     axes: [
       axis({ size: last ? 26 : 8, values: (_, splits) => splits.map((at) => (last ? `${+at.toFixed(6)} s` : "")) }),
       axis({ size: 58, space: 24, values: (_, splits) => splits.map(y.text) }),

@@ -29,8 +29,8 @@ function requestList(run, open) {
       { key: "duration", title: "Duration", className: "number strong", ...time("duration") },
       {
         key: "standout",
-        title: "Where the time went",
-        hint: "sorted by the time beyond what the phase usually takes",
+        title: "Phases",
+        hint: "where the time went; sorted by the time beyond what the phase usually takes",
         className: "wide",
         value: (request) => request.standout.excess,
         draw: (cell, request) => {
@@ -137,12 +137,33 @@ function requestPanel(request, { openStep, close }) {
       fact("Output", count(request.outputTokens)),
       fact("End", request.outcome),
     ),
+    causes(request),
     waterfall(run, request, request.start, request.end),
     request.steps.length ? stepLane(request, openStep) : null,
     request.steps.length ? el("h3", {}, plural(request.steps.length, "step")) : null,
     request.steps.length ? steps.element : null,
     attributeTable([["trace id", traceId], ["model", request.model], ...run.attributes(request.index)]),
   );
+}
+
+/** What its time was spent on, and the requests that delayed it. */
+function causes(request) {
+  const { run } = request;
+  const found = (run.causes[request.index] ?? []).filter(([, time]) => time > 0.001 * request.duration);
+  if (!found.length) return null;
+  const name = ([index, time]) => `${run.byIndex.get(index)?.id ?? "a request"} (${duration(time)})`;
+  return [
+    el("h3", {}, "Why it took so long"),
+    el(
+      "dl",
+      { class: "causes" },
+      found.map(([cause, time, culprits]) => [
+        el("dt", {}, cause),
+        el("dd", { class: "number" }, `${duration(time)}, ${percent(time / Math.max(request.duration, 1))}`),
+        el("dd", { class: "muted" }, culprits.length ? `because of ${culprits.map(name).join(", ")}` : ""),
+      ]),
+    ),
+  ];
 }
 
 const MOST_ROWS = 200;
