@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from sgl_aspects import isolated
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.run.collector import collector_state, how_to_start
 from sgl_aspects.run.folder import make_run_folder, remove_run_folder
 from sgl_aspects.runtime.dispatch.live import folder_of_environment, prepare_folder
 from sgl_aspects.tracing import attach
@@ -25,20 +29,92 @@ def folders() -> Iterator[Shared]:
         yield found
 
 
-def test_root_does_not_change_another_users_run(folders: Shared, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def ring(folders: Shared) -> Path:
+    """The only ring of another user's run."""
     run = folders.theirs / "run"
     with attach(file=str(folders.ours / "traces.jsonl")) as session:
         begin(session, "r")()
         (ring,) = Path(session.run_folder).glob("*.ring")
         run.mkdir()
         (run / ring.name).write_bytes(ring.read_bytes())
-    for path in (run, run / ring.name):
-        os.chown(path, NOBODY, NOBODY)
-    before = (run / ring.name).read_bytes()
-    assert main(["control", "--run", str(run), "--level", "1"]) == 2
+    give_away(run)
+    return run / ring.name
+
+
+def give_away(folder: Path) -> None:
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+
+
+def test_root_does_not_change_another_users_run(ring: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = ring.read_bytes()
+    assert main(["control", "--run", str(ring.parent), "--level", "1"]) == 2
     assert "or another user's (run the command as that user)" in capsys.readouterr().err
-    assert (run / ring.name).read_bytes() == before
-    assert [path.name for path in run.iterdir()] == [ring.name]
+    assert ring.read_bytes() == before
+    assert [path.name for path in ring.parent.iterdir()] == [ring.name]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["collector.lock", "collector.json"])
+def test_root_does_not_wait_for_a_pipe_in_another_users_run(ring: Path, name: str) -> None:
+    (ring.parent / "collector.lock").write_text("1")
+    (ring.parent / name).unlink(missing_ok=True)
+    os.mkfifo(ring.parent / name)
+    give_away(ring.parent)
+    assert main(["control", "--run", str(ring.parent)]) == 2
+    assert collector_state(ring.parent) is not None or name == "collector.lock"
+    assert how_to_start(ring.parent).startswith("start it again")
+
+
+@pytest.mark.parametrize("settings", ['{"OTEL_\\u001b]0;owned\\u0007": null}', "[1]", "{"])
+@pytest.mark.parametrize("lock", ["1", "one"])
+def test_root_is_not_told_what_another_users_run_says_of_its_collector(
+    ring: Path, settings: str, lock: str
+) -> None:
+    (ring.parent / "collector.json").write_text(settings)
+    (ring.parent / "collector.lock").write_text(lock)
+    give_away(ring.parent)
+    state = collector_state(ring.parent)
+    assert state is None or str(state) == "not running"
+    assert how_to_start(ring.parent).startswith("start it again")
+
+
+def test_root_opens_no_link_as_a_ring(ring: Path, folders: Shared) -> None:
+    ring.rename(folders.ours / "ring")
+    ring.symlink_to(folders.ours / "ring")
+    give_away(ring.parent)
+    os.chown(folders.ours / "ring", 0, 0)
+    assert main(["control", "--run", str(ring.parent)]) == 2
+
+
+def test_root_collects_no_run_of_another_user(ring: Path, folders: Shared) -> None:
+    """Its settings would name root's files, and its lock is a link to one."""
+    kept = folders.ours / "kept"
+    kept.write_text("precious " * 9)
+    settings = {"OTEL_TRACES_EXPORTER": "otlp-json-file", "ASPECTS_TRACE_FILE": str(kept)}
+    (ring.parent / "collector.json").write_text(json.dumps(settings))
+    (ring.parent / "collector.lock").symlink_to(kept)
+    give_away(ring.parent)
+    command = isolated.python("sgl_aspects.tracing.collector", str(ring.parent))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert f"the run is user {NOBODY}'s: start its collector as that user" in done.stderr
+    assert kept.read_text() == "precious " * 9
+    assert ring.exists()
+
+
+def test_root_removes_no_states_behind_a_link_of_another_users(
+    folders: Shared, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The default folder has a known name in /dev/shm."""
+    state = folders.ours / f"{2**40}.json"
+    state.write_text("{}")
+    link = folders.theirs / "sgl-aspects-operators-0"
+    link.symlink_to(folders.ours)
+    give_away(folders.theirs)
+    assert main(["ops", "--live", "--control", str(link)]) == 2
+    assert "is not a folder of yours" in capsys.readouterr().err
+    assert state.exists()
 
 
 def test_a_folder_of_operators_is_not_a_link_of_another_users(folders: Shared) -> None:

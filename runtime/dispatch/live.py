@@ -80,10 +80,14 @@ def prepare_folder(folder: Path) -> None:
     """Create it, for this user alone."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
     except OSError as error:
         raise ConfigError(f"{CONTROL_VARIABLE}: {str(folder)!r} cannot be made: {error}") from error
-    # Not what a link leads to: another user can make one of this known name.
+    _require_own(folder)
+
+
+def _require_own(folder: Path) -> None:
+    """Raise ConfigError for another user's folder, and for a link: anyone can make one of a known name."""
+    found = folder.lstat()
     if hasattr(os, "getuid") and (found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode)):
         raise ConfigError(
             f"{CONTROL_VARIABLE}: {str(folder)!r} is not a folder of yours: name one of your own"
@@ -178,8 +182,14 @@ def send_request(folder: Path, **request: Any) -> str:
 
 
 def states(folder: Path) -> list[dict[str, Any]]:
-    """The state of each living process that follows the folder; files of dead ones are removed."""
-    found = []
+    """The state of each living process that follows the folder; files of dead ones are removed.
+
+    :raises ConfigError: the folder belongs to another user.
+    """
+    found: list[dict[str, Any]] = []
+    if not os.path.lexists(folder):
+        return found
+    _require_own(folder)
     for path in sorted(folder.glob("*.json")):
         if not path.stem.isdecimal():
             continue

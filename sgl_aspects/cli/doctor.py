@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from sgl_aspects.cli.hooks import add_source, reports, sorted_hooks
 from sgl_aspects.run.process_reports import ProcessReport
-from sgl_aspects.terminal import counted
+from sgl_aspects.terminal import counted, printable
 from sgl_aspects.tracing.record import native
 from sgl_aspects.weaving import HookReport, State
 
@@ -70,7 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(absent)
         print(f"compiled step path: {native.state()}")
         for finding in findings:
-            print(f"\n{finding.severity}: {finding.what}\n  {finding.why}\n  -> {finding.advice}")
+            text = f"\n{finding.severity}: {finding.what}\n  {finding.why}\n  -> {finding.advice}"
+            print(printable(text))
     return 1 if any(finding.severity == "error" for finding in findings) else 0
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from sgl_aspects.run.process_reports import ProcessReport, read_all
+from sgl_aspects.terminal import printable
 from sgl_aspects.weaving import HookReport, State
 
 _OURS = "sgl-aspects"
@@ -58,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for process in processes:
         state = "" if process.ended else "  (killed: the state of its latest report)"
-        print(f"process {process.process_id}{state}  {process.command}")
+        print(printable(f"process {process.process_id}{state}  {process.command}"))
         own, ours, absent = sorted_hooks(process.report.hooks)
-        for line in str(process.report._replace(hooks=(*own, *ours))).splitlines():
+        for line in printable(str(process.report._replace(hooks=(*own, *ours)))).splitlines():
             print(f"  {line}")
         if absent:
             print(f"  {absent}")

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from sgl_aspects.terminal import printable
 from sgl_aspects.view.text import one_line
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def follow_answers(
 
 def _whole(console: Console, answer: Answer) -> Group:
     lines = [Text(f"▸ {one_line(answer.prompt, console.width - 2)}", style="bold cyan")]
-    for line in Text(answer.text.strip()).wrap(console, console.width - 2):
+    for line in Text(printable(answer.text.strip())).wrap(console, console.width - 2):
         line.rstrip()  # a Padding would add blanks at the end of lines, also in a file
         lines.append(Text("  ").append_text(line))
     return Group(*lines, "")
@@ -80,7 +81,7 @@ def _lines(answers: Sequence[Answer], width: int) -> Table:
     table.add_column(width=10, no_wrap=True, justify="right", style="dim")
     table.add_column(width=text_width, no_wrap=True)
     for answer in answers:
-        tail = " ".join(answer.text.split())
+        tail = printable(" ".join(answer.text.split()))
         if len(tail) > text_width:
             tail = "…" + tail[-text_width + 1 :]
         count = f"{answer.tokens} tokens" if answer.tokens else "waiting"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sgl_aspects.cli.arguments import share, writable_file
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.files import private
-from sgl_aspects.terminal import counted
+from sgl_aspects.terminal import counted, printable
 
 if TYPE_CHECKING:
     from sgl_aspects.analysis.sources import Run
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("Open it in ui.perfetto.dev.")
     for clock in found.clocks:
-        print(f"clock of {clock}")
+        print(printable(f"clock of {clock}"))
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from sgl_aspects import isolated
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.files import OwnDescriptor, write_private
+from sgl_aspects.files import OwnDescriptor, unfollowed, write_private
 from sgl_aspects.run.folder import CLOSING
 
 # Holds the id of the run's collector, which locks byte 0 while it lives, and byte 1 before it writes the id.
@@ -61,31 +61,30 @@ class CollectorState(NamedTuple):
 def collector_state(folder: str | Path) -> CollectorState | None:
     """Read the state; None if the run has not had a collector."""
     try:
-        descriptor = os.open(Path(folder, _LOCK), os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        with open(Path(folder, _LOCK), "rb", buffering=0, opener=unfollowed) as lock:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _IS_ALIVE)
+                is_alive = False
+            except OSError:
+                is_alive = True
+            # After the lock, so that the id of one that is alive is its own.
+            process_id = int(lock.read(_ID_BYTES) or b"0")
+    except (OSError, ValueError):  # in another user's folder it may be anything
         return None
-    try:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _IS_ALIVE)
-            is_alive = False
-        except OSError:
-            is_alive = True
-        # After the lock, so that the id of one that is alive is its own.
-        process_id = int(os.pread(descriptor, _ID_BYTES, 0) or b"0")
-    finally:
-        os.close(descriptor)
     return CollectorState(process_id, is_alive, Path(folder, _RESTARTED).exists())
 
 
 def take_run(folder: str) -> bool:
     """Make this process the run's collector until it ends; True if the run had one before.
 
-    :raises ConfigError: the run has a live collector, or there is no such run.
+    :raises ConfigError: the run has a live collector, is another user's, or does not exist.
     """
     path = Path(folder, _LOCK)
     is_restarted = path.exists()
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if (owner := os.stat(folder).st_uid) != os.geteuid():
+            raise ConfigError(f"{folder}: the run is user {owner}'s: start its collector as that user")
+        descriptor = unfollowed(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         _lock(descriptor, _WRITES)
         os.pwrite(descriptor, b"%-*d" % (_ID_BYTES, os.getpid()), 0)
         _lock(descriptor, _IS_ALIVE)
@@ -142,8 +141,11 @@ def unsaved_settings(folder: str) -> list[str]:
 
 
 def _saved(folder: str) -> dict[str, str | None]:
+    """Return what this user saved: another user's settings would be followed with this one's rights."""
     try:
-        found: dict[str, str | None] = json.loads(Path(folder, _SETTINGS).read_bytes())
+        with open(Path(folder, _SETTINGS), "rb", opener=unfollowed) as file:
+            is_own = os.fstat(file.fileno()).st_uid == os.geteuid()
+            found: dict[str, str | None] = json.load(file) if is_own else {}
     except FileNotFoundError:
         return {}
     return found

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_aspects.files import write_private
+from sgl_aspects.files import unfollowed, write_private
 
 #: Where a ring has its control block, and the number there that keeps every request.
 OFFSET = 256
@@ -60,7 +60,7 @@ class Control:
 
 def read_control(ring: Path) -> Control:
     """Read the control block of a ring."""
-    with ring.open("rb") as file:
+    with open(ring, "rb", opener=unfollowed) as file:
         file.seek(OFFSET)
         return Control.unpack(file.read(_BLOCK.size))
 

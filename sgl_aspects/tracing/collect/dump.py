@@ -88,9 +88,8 @@ def _lines(spans: Sequence[ReadableSpan], names: Mapping[int, str]) -> Iterator[
         attributes = " ".join(f"{key.rpartition('.')[2]}={value!s}" for key, value in values)
         request = _request_of(span, names)
         mark = " ERROR" if span.status.status_code is StatusCode.ERROR else ""
-        line = f"{span.name}{mark}  {request}{attributes}"
-        line = printable(line).replace("\n", "\\n")  # one line for each span
-        yield f"{moment} {process!s:>8} {(end - start) / 1e6:10.3f} ms  {'  ' * depth}{line}\n"
+        line = f"{moment} {process!s:>8} {(end - start) / 1e6:10.3f} ms  {'  ' * depth}{span.name}{mark}  "
+        yield printable(f"{line}{request}{attributes}").replace("\n", "\\n") + "\n"  # one for each span
 
 
 def _request_of(span: ReadableSpan, names: Mapping[int, str]) -> str:

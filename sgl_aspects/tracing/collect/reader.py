@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from sgl_aspects.files import unfollowed
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.codec import DamagedError, Decoder
 from sgl_aspects.tracing.records import Record, SpanEnd
@@ -41,9 +42,8 @@ class RingReader:
         self.last_ns = 0
         self.damaged = 0
         self._read_only = read_only
-        # O_NONBLOCK: opening a named pipe would wait for its other end.
-        flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_NONBLOCK
-        self._descriptor = os.open(path, flags)
+        flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC
+        self._descriptor = unfollowed(str(path), flags)
         self._stuck_since: float | None = None
         self.is_exhausted = False  # its process is gone and everything is read
         try:
