@@ -112,21 +112,23 @@ class _Serving:
             calls.fail(_STOPPING)
 
     async def _close_silent_connections(self) -> None:
-        """Close connections without a complete request that have been idle as long as a body may take."""
+        """Close connections on which nothing happens for as long as a body may take: no whole request comes,
+        or an answer is not read, which would hold its place for ever.
+        """
         patience = self._settings.body_timeout
-        silent: dict[H11Protocol, tuple[RequestResponseCycle | None, float]] = {}
+        silent: dict[H11Protocol, tuple[tuple[RequestResponseCycle | None, int], float]] = {}
         while True:
             await asyncio.sleep(patience / 4)
             now, before, silent = time.monotonic(), silent, {}
             for connection in list(self._server.server_state.connections):
                 assert isinstance(connection, H11Protocol)  # configured that way
-                last = connection.cycle
-                if last is not None and not last.response_complete:
+                last = connection.cycle, connection.transport.get_write_buffer_size()
+                if last[0] is not None and not last[0].response_complete and not last[1]:
                     continue
                 known, since = before.get(connection, (last, now))
-                silent[connection] = last, since if known is last else now
+                silent[connection] = last, since if known == last else now
                 if now - silent[connection][1] > patience:
-                    connection.transport.close()
+                    connection.transport.abort()
 
     async def _watch_engine(self) -> None:
         while self._engine.failure is None:
