@@ -16,6 +16,7 @@ import ctypes
 import os
 import platform
 import pwd
+import resource
 import selectors
 import signal
 import socket
@@ -71,7 +72,12 @@ def run_as(owner: Owner, module: str, words: Sequence[str], processes: Sequence[
     The module gets a socket's number before its words, for :func:`sgl_aspects.attach.debugging.use_debugger`.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs, _debugger(ours, owner, processes), _command(theirs, owner, module, words) as command:
+    with (
+        ours,
+        theirs,
+        _debugger(ours, owner, processes),
+        _command(theirs, owner, module, words, processes[0].id) as command,
+    ):
         ours.close()
         theirs.close()
         with _passing_signals_on(command):
@@ -103,12 +109,13 @@ def _debugger(connection: socket.socket, owner: Owner, processes: Sequence[Proce
 
 
 def _command(
-    connection: socket.socket, owner: Owner, module: str, words: Sequence[str]
+    connection: socket.socket, owner: Owner, module: str, words: Sequence[str], process_id: int
 ) -> subprocess.Popen[bytes]:
     parent = os.getpid()
 
     def drop() -> None:
         _drop_privileges(owner, parent)
+        _drop_limits(process_id)
 
     try:
         return subprocess.Popen(
@@ -157,6 +164,21 @@ def _drop_privileges(owner: Owner, parent: int) -> None:
         raise PermissionError("root's rights are not given up")
     with open(sgl_aspects.__file__, "rb"):
         pass  # a package that cannot be read is reported by the parent
+
+
+def _drop_limits(process_id: int) -> None:
+    """Take over the process's limits on resources where they are lower, and give up root's priority."""
+    for kind in {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}:
+        soft, hard = resource.getrlimit(kind)
+        hard = min(hard, resource.prlimit(process_id, kind)[1], key=_size)
+        resource.setrlimit(kind, (min(soft, hard, key=_size), hard))
+    os.setpriority(os.PRIO_PROCESS, 0, max(0, os.getpriority(os.PRIO_PROCESS, 0)))
+    if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def _size(limit: int) -> float:
+    return float("inf") if limit == resource.RLIM_INFINITY else limit
 
 
 def _environment(owner: Owner, ours: Mapping[str, str]) -> dict[str, str]:

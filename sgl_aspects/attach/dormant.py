@@ -38,9 +38,8 @@ class Prepared:
         return 0.0
 
 
-def control_of(process: Process) -> Prepared | None:
-    """Return None unless the process was prepared, and is still the same one."""
-    user = os.stat(f"/proc/{process.id}").st_uid
+def control_of(process: Process, user: int) -> Prepared | None:
+    """Return None unless the process was prepared by ``user``, and is still the same one."""
     path = Path(dormant.folder_of(user), str(process.id))
     no_link = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:

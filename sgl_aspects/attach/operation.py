@@ -92,7 +92,7 @@ class Run:
     def prepare(self, processes: Sequence[Process]) -> None:
         """Copy the modules that the processes need."""
         for process in processes:
-            executable = package.interpreter_of(process.id)
+            executable = package.interpreter_of(process)
             if executable not in self._interpreters:
                 place = self._own / "package" / str(len(self._interpreters))
                 self._interpreters[executable] = package.bring(executable, place)
@@ -205,7 +205,7 @@ class Run:
     def _begin(self, process: Process, operation: str, environment: Mapping[str, str]) -> tuple[Path, float]:
         """Start a thread that does it, and return its file and for how long the main thread was stopped."""
         interpreter = self._interpreter(process)
-        prepared = dormant.control_of(process)
+        prepared = dormant.control_of(process, os.geteuid())
         check(process, needs_ptrace=prepared is None and not interpreter.has_remote_exec)
         key = f"{process.id}-{os.getpid()}-{next(_keys)}"
         request = {
@@ -246,7 +246,7 @@ class Run:
             time.sleep(0.005)
 
     def _interpreter(self, process: Process) -> package.Interpreter:
-        executable = package.interpreter_of(process.id)
+        executable = package.interpreter_of(process)
         if executable not in self._interpreters:
             # In a run that another command began, the process has that command's modules.
             self._interpreters[executable] = package.known(executable, self._own / "package")

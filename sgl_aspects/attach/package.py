@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sgl_aspects
+from sgl_aspects.attach.process_tree import Process, read_process
 from sgl_aspects.errors import AttachError
 
 _LEFT_OUT = ("platforms", "runtime", "cli", "conformance", "view", "__pycache__")
@@ -51,9 +52,21 @@ class Interpreter:
         return self.version >= (3, 14)
 
 
-def interpreter_of(process_id: int) -> str:
-    """Return the interpreter of a process, to run another one like it."""
-    return os.readlink(f"/proc/{process_id}/exe").removesuffix(" (deleted)")
+def interpreter_of(process: Process) -> str:
+    """Return the interpreter of a process of this user, to run another one like it.
+
+    Raises ``AttachError`` for one that is another user's by now: it would be run with this user's rights.
+    """
+    executable = os.readlink(f"/proc/{process.id}/exe").removesuffix(" (deleted)")
+    user, now = os.stat(f"/proc/{process.id}").st_uid, read_process(process.id)
+    if now is None or now.started != process.started:
+        raise AttachError(f"process {process.id} has ended")
+    if user != os.geteuid():
+        raise AttachError(
+            f"process {process.id} has become user {user}'s since the command began, which now leaves it "
+            "alone: attach again once it is that user's"
+        )
+    return executable
 
 
 def bring(executable: str, folder: Path) -> Interpreter:

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (owner := owner_to_become(processes)) is None:
         return _run(arguments, processes)
     for process in processes:
-        check(process, needs_ptrace=control_of(process) is None)
+        check(process, needs_ptrace=control_of(process, owner.user) is None)
     return run_as(owner, "sgl_aspects.cli.as_owner", _words(arguments), processes)
 
 
@@ -87,10 +87,10 @@ def _run(arguments: argparse.Namespace, processes: Sequence[Process]) -> int:
     with env.reading_from(environment):
         settings = TraceSettings.from_environment()
     for process in processes:
-        check(process, needs_ptrace=control_of(process) is None)
+        check(process, needs_ptrace=control_of(process, os.geteuid()) is None)
     if arguments.dry_run:
         for process in processes:
-            way = "through its control block" if control_of(process) else "with ptrace"
+            way = "through its control block" if control_of(process, os.geteuid()) else "with ptrace"
             print(
                 f"process {process.id}  {process.title}: would be attached to {way}, level {settings.level}"
             )

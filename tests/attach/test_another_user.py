@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.bootstrap import dormant
-from tests.support.attachable import Program, finish, kill_command, span_names
+from tests.support.attachable import PROGRAM, Program, finish, kill_command, running, span_names
 from tests.support.other_user import (
     NOBODY,
     Shared,
@@ -196,6 +196,64 @@ def test_the_users_part_has_nothing_of_roots(
         assert {status[f"Cap{which}"] for which in ("Inh", "Prm", "Eff", "Amb")} == {"0" * 16}
         process.send_signal(signal.SIGINT)
         finish(process)
+
+
+def test_the_users_part_has_no_limit_or_priority_of_roots(interpreter: str, folders: Shared) -> None:
+    program_of_limits = shutil.which("prlimit")
+    if program_of_limits is None:
+        pytest.skip("setting the program's limits needs util-linux's prlimit")
+    prefix = [program_of_limits, "--nofile=150:200", "--core=0:0"]
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with running_as_nobody(folders.theirs, interpreter, prefix=prefix) as program:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, -5)
+            process = root_attaches(program)
+        finally:
+            os.setpriority(os.PRIO_PROCESS, 0, before)
+        wait_until(lambda: program.states[-1:] == ["woven"])
+        part = _process_with("sgl_aspects.cli.as_owner", str(program.id))
+        limits = Path(f"/proc/{part}/limits").read_text()
+        assert re.search(r"Max open files +\d+ +200 ", limits)
+        assert re.search(r"Max core file size +0 +0 ", limits)
+        assert os.getpriority(os.PRIO_PROCESS, part) == 0
+        process.send_signal(signal.SIGINT)
+        assert "2 originals are back" in finish(process)
+
+
+# Becomes another user while root is attached to it, and says that it is prepared for attaching, where a link
+# could take the place of its control block.
+_DROPS = """        if os.path.exists("drop") and os.geteuid() == 0:
+            import fcntl, signal
+            os.setgroups([])
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+            os.mkdir("/dev/shm/sgl-aspects-prepared-65534", 0o700)
+            control = f"/dev/shm/sgl-aspects-prepared-65534/{os.getpid()}"
+            control = os.open(control, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(control, fcntl.LOCK_EX)
+            signal.signal(signal.SIGRTMIN + 7, signal.SIG_IGN)
+            print("dropped", flush=True)
+        if pause:
+"""
+
+
+def test_root_leaves_a_process_alone_that_has_become_another_users(
+    interpreter: str, folders: Shared, prepared_folder: Path
+) -> None:
+    source = PROGRAM.replace("        if pause:\n", _DROPS).replace(
+        "import os, sys", "import os, signal, sys"
+    )
+    with running(folders.theirs, source=source, interpreter=interpreter) as program:
+        process = root_attaches(program)
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("tracing at level"):
+            assert process.poll() is None
+        (folders.theirs / "drop").touch()
+        wait_until(lambda: program.states[-1:] == ["dropped"])
+        process.send_signal(signal.SIGINT)
+        assert f"NOT detached: process {program.id} has become user {NOBODY}'s" in finish(process)
+        assert (prepared_folder / str(program.id)).read_bytes() == b""
+        assert program.lives()
 
 
 def test_a_users_command_line_does_not_control_roots_terminal(interpreter: str, folders: Shared) -> None:

@@ -122,6 +122,7 @@ def running_as_nobody(
     folder: Path,
     executable: str,
     *,
+    prefix: Sequence[str] = (),
     words: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Program]:
@@ -130,7 +131,7 @@ def running_as_nobody(
         (folder / name).write_text(text)
         os.chown(folder / name, NOBODY, NOBODY)
     with (folder / "output").open("ab") as output:
-        command = [executable, "program.py", "0.001", *words]
+        command = [*prefix, executable, "program.py", "0.001", *words]
         process = run_as_nobody(command, environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
     program = Program(process, folder)
     try:
