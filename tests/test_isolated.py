@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sgl_aspects import isolated
+from sgl_aspects.conformance.check import Bench, BrokenPromiseError
+from sgl_aspects.engines.sglang.conformance import run_child
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.platforms import current_platform
 from sgl_aspects.run.collector import CollectorProcess
 from sgl_aspects.run.folder import make_run_folder, remove_run_folder
 from sgl_aspects.tracing.settings import TraceSettings
@@ -62,3 +66,16 @@ def test_a_package_is_found_where_this_one_is_and_on_pythonpath_but_replaces_no_
     assert str(package / "__init__.py") in done.stdout
     assert str(tmp_path) not in done.stdout
     assert done.stdout.endswith("a word\n")
+
+
+def test_checks_in_sglang_import_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "mark"
+    for name in ("typing", "contextlib"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write({name!r})\n")
+    monkeypatch.chdir(tmp_path)
+    bench = Bench(current_platform, torch.device("cpu"), tmp_path / "bench", "float64")
+    with pytest.raises(BrokenPromiseError):
+        run_child(bench, "no such check")
+    assert not mark.exists()

@@ -63,7 +63,7 @@ def read_spans(path: Path) -> list[Span]:
                 continue
             try:
                 spans.extend(_spans_of(json.loads(line)))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 if spans and not line.endswith(b"\n"):
                     break
                 raise ConfigError(f"{path}:{number} is not a line of OTLP-JSON: {error!r}") from error
@@ -136,8 +136,8 @@ def _spans_of(data: dict[str, Any]) -> Iterator[Span]:
                     span_id=_id(span["spanId"]),
                     parent_id=_id(span["parentSpanId"]) if span.get("parentSpanId") else "",
                     is_server=span.get("kind") in (_SERVER, "SPAN_KIND_SERVER"),
-                    start_ns=int(span["startTimeUnixNano"]),
-                    end_ns=int(span["endTimeUnixNano"]),
+                    start_ns=_integer(span["startTimeUnixNano"]),
+                    end_ns=_integer(span["endTimeUnixNano"]),
                     attributes=_attributes_of(span),
                     links=tuple(str(link["spanId"]) for link in span.get("links", ())),
                     process_id=_process_id(resource.get("process.pid", 0)),
@@ -145,6 +145,14 @@ def _spans_of(data: dict[str, Any]) -> Iterator[Span]:
                     host=str(resource.get("host.name", "")),
                     role=str(resource.get(_ROLE, "")),
                 )
+
+
+def _integer(content: Any) -> int:
+    """Return OTLP's 64-bit integer; raises ValueError for a larger one, which no figure could be made of."""
+    number = int(content)
+    if not -(1 << 63) <= number < 1 << 64:
+        raise ValueError(f"an integer of {number.bit_length()} bits")
+    return number
 
 
 def _attributes_of(message: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +169,7 @@ def _value_of(value: dict[str, Any] | None) -> Any:
         return None  # an empty value
     kind, content = next(iter(value.items()))
     if kind == "intValue":
-        return int(content)
+        return _integer(content)
     if kind == "doubleValue":
         return float(content)  # "NaN" and the like
     if kind == "arrayValue":

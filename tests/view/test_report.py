@@ -165,6 +165,16 @@ def test_a_file_whose_writer_is_at_work(tmp_path: Path) -> None:
             )
             for key in (b"traceId", b"spanId", b"parentSpanId")
         ),
+        *(
+            (
+                (
+                    b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "a", "startTimeUnixNano": %s, '
+                    b'"endTimeUnixNano": "2", "traceId": "1", "spanId": "2"}]}]}]}\n' % time
+                ),
+                "is not a line of OTLP-JSON",
+            )
+            for time in (b"1e999", b"9" * 400)
+        ),
     ],
 )
 def test_a_file_that_is_none(

@@ -60,7 +60,13 @@ def run_child(bench: Bench, what: str, *words: str, group: str = GROUP) -> Any:
     }
     command = [sys.executable, "-W", "ignore", "-m", "sgl_aspects.engines.sglang.conformance.child", what]
     done = subprocess.run(
-        [*command, *words], env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
+        [*command, *words],
+        env=environment,
+        cwd="/",  # -m imports from there
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
     )
     if done.returncode != 0:
         found = f"exit code {done.returncode}: {_cause(done.stderr)}"
