@@ -114,7 +114,7 @@ class _Redirecting(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.seen.append(self.headers["authorization"])
         self.send_response(302 if self.redirects else 200)
-        port = self.server.server_address[1]
+        port = self.headers["host"].rpartition(":")[2]
         self.send_header("location", f"http://localhost:{port}/elsewhere")
         self.end_headers()
         type(self).redirects = False
