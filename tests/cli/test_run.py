@@ -138,15 +138,6 @@ def test_another_sitecustomize_still_runs(site: Path) -> None:
     assert done.stdout.split() == [own, own, "101"], done.stderr
 
 
-def test_a_report_has_no_option_of_the_command(site: Path) -> None:
-    """It may be a key."""
-    words = (sys.executable, "program.py", "--api-key", "secret-1", "--token=secret-2")
-    sgl_aspects_run(site, *words, options=("--report", str(site / "reports")))
-    texts = [file.read_text() for file in (site / "reports").iterdir()]
-    assert any("program.py" in text for text in texts)
-    assert not any("secret" in text for text in texts)
-
-
 def test_a_report_that_cannot_be_written_disturbs_no_process(site: Path) -> None:
     done = sgl_aspects_run(site, sys.executable, "program.py", SGL_ASPECTS_REPORT="/dev/null/reports")
     assert {line.split()[1] for line in done.stdout.splitlines()} == {"101"}, done.stderr
