@@ -107,6 +107,19 @@ def test_a_bridge_is_sglangs_subclass_with_our_devices(engine: Engine, interface
     assert platform.get_torch_profiler_activity_str() == "CPU"
 
 
+def test_plugins_run_with_a_platform_that_is_chosen_by_name(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang itself leaves out those of packages with another platform, which this one is."""
+    runs: list[bool] = []
+    monkeypatch.setattr(f"{bridged.__module__}.load_plugins", lambda: runs.append(True))
+    bridge(engine, NEW, Acme)
+    assert runs == []
+    monkeypatch.setenv("SGLANG_PLATFORM", "acme")
+    bridge(engine, NEW, Acme)
+    assert runs == [True]
+
+
 def test_a_vendors_attention_comes_before_the_one_that_sglang_chooses_for_cpus(engine: Engine) -> None:
     class Own(Acme):
         def get_default_attention_backend(self) -> str:

@@ -28,6 +28,7 @@ from sgl_aspects.platforms.answers import class_named, name_of
 from sgl_aspects.platforms.discovery import resolve_qualified_name
 from sgl_aspects.platforms.mm_platform import MMPlatform
 from sgl_aspects.platforms.srt_platform import SRTPlatform
+from sgl_aspects.plugins import load_plugins
 
 CPU_NAME = "sgl_aspects_cpu"
 
@@ -193,6 +194,9 @@ def interface_methods(interface: type) -> list[str]:
 
 def _init(self: Any) -> None:
     self.platform = self.platform_class()
+    if env.text("SGLANG_PLATFORM") not in (None, CPU_NAME):
+        # SGLang leaves out plugins of packages that have another platform: this package has one for CPUs.
+        load_plugins()
     if _is_vendors(self.platform_class, "get_attention_backends"):
         attention.register_when_loaded(self.platform)
     if _is_vendors(self.platform_class, "get_quantization_config"):
