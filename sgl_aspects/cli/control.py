@@ -9,13 +9,13 @@ import json
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 from sgl_aspects import env
 from sgl_aspects.cli.arguments import share
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run.collector import collector_state, how_to_start
 from sgl_aspects.run.control import Control, read_control, write_control, write_run_control
+from sgl_aspects.run.fleet import opener
 from sgl_aspects.terminal import printable
 from sgl_aspects.tracing.collect.rings import rings
 
@@ -85,26 +85,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        """Leave a redirect as it is, an error."""
-
-
 def take_profile(server: str, num_steps: int) -> int:
     """Request a profile from a server (the embedded engine or SGLang), and print its answer.
 
     ConfigError if there is no such server, or it refuses.
     """
     headers = {"content-type": "application/json"}
-    # A redirect would take the key to another server.
-    opener = urllib.request.build_opener(_NoRedirects)
     key = env.text("SGL_ASPECTS_API_KEY")
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
     url = f"{server.rstrip('/')}/start_profile"
     try:
         request = urllib.request.Request(url, json.dumps({"num_steps": num_steps}).encode(), headers)
-        with opener.open(request) as answer:
+        with opener.open(request) as answer:  # a redirect would take the key to another server
             print(printable(answer.read(_LONGEST_ANSWER).decode(errors="replace").strip()))
     except urllib.error.HTTPError as error:
         reason = error.read(_LONGEST_ANSWER).decode(errors="replace")[:300]

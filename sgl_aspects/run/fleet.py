@@ -146,12 +146,12 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-_opener = urllib.request.build_opener(_NoRedirects)
+opener = urllib.request.build_opener(_NoRedirects)
 
 
 def _contents(source: str) -> bytes:
     if source.startswith(("http://", "https://")):
-        with _opener.open(source, timeout=_SECONDS) as answer:
+        with opener.open(source, timeout=_SECONDS) as answer:
             text: bytes = answer.read(_LONGEST + 1)
     else:
         with open(source, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
