@@ -13,7 +13,7 @@ from sgl_aspects.errors import AspectsError, HookError
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State, innermost_first
 from sgl_aspects.weaving.joinpoints import JoinPoint
 from sgl_aspects.weaving.machine import Weaver
-from sgl_aspects.weaving.modules import why_not_importable
+from sgl_aspects.weaving.modules import detail_of, why_not_importable
 from sgl_aspects.weaving.rebinding import Stale
 from sgl_aspects.weaving.targets import Target
 
@@ -372,7 +372,7 @@ def report() -> Report:
             stale=tuple(stale for point in weaver.points for stale in point.stale),
             displaced=tuple(str(point.place) for point in weaver.displaced()),
         )
-    details = map(weaver.detail_of, advices)  # without the lock: it calls finders
+    details = map(detail_of, advices)  # without the lock: it calls finders
     return found._replace(hooks=tuple(hook._replace(detail=why) for hook, why in zip(found.hooks, details)))
 
 
@@ -398,7 +398,7 @@ def explain(target: str) -> str:
     parsed = Target.parse(target)
     lines = [line for point in weaver.points_named(parsed) for line in _explain_point(point)]
     lines += [
-        f"{target}: {advice.state.value}: {advice} ({weaver.detail_of(advice)})"
+        f"{target}: {advice.state.value}: {advice} ({detail_of(advice)})"
         for advice in weaver.advices
         # Compared as text: such a hook has no join point.
         if not advice.points and not set(_dotted(advice.target)).isdisjoint(_dotted(parsed))

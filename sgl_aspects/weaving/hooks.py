@@ -11,11 +11,14 @@ import enum
 import inspect
 import itertools
 import logging
+import os
+import sys
+import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
-from sgl_aspects.errors import HookError
+from sgl_aspects.errors import HookError, Stop
 from sgl_aspects.weaving.attributes import is_class
 from sgl_aspects.weaving.targets import Target
 
@@ -186,12 +189,57 @@ class Advice:
                 exc_info=error,
             )
 
-    def report_lost(self, what: str) -> None:
-        """Tell that no later import can make the hook work."""
+    def fail(self, fault: HookError, *, strict: bool) -> None:
+        """Note that the target cannot take the hook.
+
+        :raises HookError: ``fault``, if ``strict``.
+        """
+        known = self.state is State.FAILED and self.detail == str(fault)
+        self.state, self.detail = State.FAILED, str(fault)
+        if strict:
+            raise fault
+        if not known:
+            self._report_lost("failed")
+
+    def note_absent(self, rank: int, detail: str) -> None:
+        """Note that an alternate can never be woven; if none can, the hook is missing."""
+        if self.points:
+            return
+        known = self.absent.get(rank) == detail
+        self.absent[rank] = detail
+        self.detail = "; ".join(self.absent[rank] for rank in sorted(self.absent))
+        if len(self.absent) < len(self.target.alternates):
+            self.detail += "; the other alternates are not loaded yet"
+            return
+        self.state = State.MISSING
+        if not known and not self.required:
+            self._report_lost("is not woven")
+
+    def _report_lost(self, what: str) -> None:
         if self.on_lost is not None:
             self.on_lost(self.detail)
         else:
             logger.warning("%s %s: %s", self, what, self.detail)
+
+
+LOST = (State.MISSING, State.FAILED)
+"""No later import can make such a hook work."""
+
+
+def stop_without(lost: Iterable[Advice]) -> None:
+    """End the process: a required hook that is missing must not go unnoticed."""
+    message = "; ".join(f"required {advice}: {advice.detail}" for advice in dict.fromkeys(lost))
+    message += (
+        ". Correct the target, add the name that this version has as an alternate ('a:f | b:g'), "
+        "or do without required=True"
+    )
+    logger.critical("%s", message)
+    error = Stop(message)
+    if threading.current_thread() is threading.main_thread():
+        raise error
+    # SystemExit in another thread would end only that thread.
+    print(error, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _check_hook(hook: Any, hook_type: object, target: Target) -> None:

@@ -26,13 +26,12 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from sgl_aspects.errors import HookError, MissingTargetError, Stop
+from sgl_aspects.errors import HookError, MissingTargetError
 from sgl_aspects.weaving.attributes import (
     PROPERTY_PARTS,
     AttributeReference,
@@ -50,7 +49,7 @@ from sgl_aspects.weaving.attributes import (
 )
 from sgl_aspects.weaving.chain import Compiler
 from sgl_aspects.weaving.changes import Changes
-from sgl_aspects.weaving.hooks import Advice, HookType, State
+from sgl_aspects.weaving.hooks import LOST, Advice, HookType, State, stop_without
 from sgl_aspects.weaving.joinpoints import (
     ClassJoinPoint,
     FunctionJoinPoint,
@@ -66,17 +65,14 @@ from sgl_aspects.weaving.modules import (
     is_ready,
     loaded,
     wait_for_imports,
+    warn_of_unwoven,
     when_ready,
-    why_not_importable,
 )
 from sgl_aspects.weaving.rebinding import Pair, describe, rebind
 from sgl_aspects.weaving.referrers import exclusions_of, give_original
 from sgl_aspects.weaving.targets import Target
 
 logger = logging.getLogger("sgl_aspects")
-
-_LOST = (State.MISSING, State.FAILED)
-"""No later import can make such a hook work."""
 
 
 class Weaver:
@@ -155,11 +151,11 @@ class Weaver:
         self._watcher.install()
         if not self._warns_at_end:
             self._warns_at_end = True
-            atexit.register(self._end)
+            atexit.register(lambda: warn_of_unwoven(self.advices))
         self._compiler.notice(self._points)
         try:
             self._weave(self._in_loaded_modules(new), strict=strict)
-            lost = [advice for advice in new if strict and advice.required and advice.state in _LOST]
+            lost = [advice for advice in new if strict and advice.required and advice.state in LOST]
             if lost:
                 raise MissingTargetError(f"required {lost[0]}: {lost[0].detail}")
         except BaseException:
@@ -226,13 +222,13 @@ class Weaver:
             concerned = self._index.concerned(name)
             self._weave([(advice, name, module) for advice in concerned], strict=strict)
             self._weave_subclasses(self._subclasses.classes_of(name, module), strict)
-            lost = [advice for advice in concerned if advice.required and advice.state in _LOST]
+            lost = [advice for advice in concerned if advice.required and advice.state in LOST]
         except Exception:
             logger.exception("hooks on %s failed; the import continues", name)
         finally:
             self._just_run = None
         if lost:
-            _stop("; ".join(f"required {advice}: {advice.detail}" for advice in dict.fromkeys(lost)))
+            stop_without(lost)
 
     def _class_made(self, cls: type) -> None:
         """Weave a new subclass for hooks on ``Class+``, before its ``class`` statement returns."""
@@ -318,7 +314,7 @@ class Weaver:
             self._attach(own, found.places[0])
             advice.detail = found.detail
         elif found.presence is Presence.ABSENT:
-            self._note_missing(advice, rank, found.detail)
+            advice.note_absent(rank, found.detail)
         elif found.presence is Presence.FOUND:
             if advice.rank is not None and advice.rank > rank:
                 self._detach(advice)  # a better alternate was loaded
@@ -334,7 +330,7 @@ class Weaver:
                 advice.state = State.WOVEN if advice.enabled else State.DISABLED
                 advice.detail = ""
             elif faults and "*" not in alternate.text:  # patterns skip unhookable objects
-                self._fail(advice, faults[0], strict=strict)
+                advice.fail(faults[0], strict=strict)
 
     # -- 2. attach --------------------------------------------------------------------------------------
 
@@ -438,7 +434,7 @@ class Weaver:
         for advice, fault in refused.items():
             # Subclasses of C types, which cannot be hooked, are found when their modules have loaded.
             if not advice.points and advice in self._advices:
-                self._fail(advice, fault, strict=strict)
+                advice.fail(fault, strict=strict)
         return points
 
     def _refuse(self, point: JoinPoint, error: Exception, refused: dict[Advice, HookError]) -> None:
@@ -493,54 +489,12 @@ class Weaver:
             point.remove(advice)
         return advices
 
-    # -- hooks that cannot be woven ---------------------------------------------------------------------
-
-    def _fail(self, advice: Advice, fault: HookError, *, strict: bool) -> None:
-        known = advice.state is State.FAILED and advice.detail == str(fault)
-        advice.state, advice.detail = State.FAILED, str(fault)
-        if strict:
-            raise fault
-        if not known:
-            advice.report_lost("failed")
-
-    def _note_missing(self, advice: Advice, rank: int, detail: str) -> None:
-        if advice.points:
-            return
-        known = advice.absent.get(rank) == detail
-        advice.absent[rank] = detail
-        advice.detail = "; ".join(advice.absent[rank] for rank in sorted(advice.absent))
-        if len(advice.absent) < len(advice.target.alternates):
-            advice.detail += "; the other alternates are not loaded yet"
-            return
-        advice.state = State.MISSING
-        if not known and not advice.required:
-            advice.report_lost("is not woven")
-
-    def _end(self) -> None:
-        """At the program's end, warn of hooks whose module cannot exist, and of patterns without a match.
-
-        Packages have hooks for engines that may not be installed: those are not mistakes.
-        """
-        for advice in self.advices:
-            is_of_package = advice.source is not None and advice.source.dist_name
-            if advice.state is not State.PENDING or is_of_package:
-                continue
-            if why_not_importable(advice.target) or advice.target.has_module_pattern:
-                logger.warning("%s was never woven: %s", advice, self.detail_of(advice))
-
     # -- reading ----------------------------------------------------------------------------------------
 
     @property
     def advices(self) -> list[Advice]:
         with self.lock:
             return list(self._advices)
-
-    def detail_of(self, advice: Advice) -> str:
-        """Return why ``advice`` is not woven; for one that waits, whether its module can exist."""
-        if advice.state is not State.PENDING:
-            return advice.detail
-        fault = why_not_importable(advice.target)
-        return advice.detail + (f": {fault}" if fault else "")
 
     @property
     def points(self) -> list[JoinPoint]:
@@ -563,18 +517,3 @@ class Weaver:
                         below = [point for point in self._at.get(place.key, ()) if point is not standing]
                         found.update(dict.fromkeys(below if standing is None else [*below, standing]))
             return list(found)
-
-
-def _stop(message: str) -> None:
-    """End the process: a required hook that is missing must not go unnoticed."""
-    message += (
-        ". Correct the target, add the name that this version has as an alternate ('a:f | b:g'), "
-        "or do without required=True"
-    )
-    logger.critical("%s", message)
-    error = Stop(message)
-    if threading.current_thread() is threading.main_thread():
-        raise error
-    # SystemExit in another thread would end only that thread.
-    print(error, file=sys.stderr, flush=True)
-    os._exit(1)

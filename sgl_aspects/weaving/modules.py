@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import importlib.util
+import logging
 import pkgutil
 import sys
 import threading
@@ -29,8 +30,10 @@ from sgl_aspects.weaving.attributes import (
     similar,
     with_nested,
 )
-from sgl_aspects.weaving.hooks import Advice, HookType
+from sgl_aspects.weaving.hooks import Advice, HookType, State
 from sgl_aspects.weaving.targets import Alternate, Target
+
+logger = logging.getLogger("sgl_aspects")
 
 # -- imports -------------------------------------------------------------------------------------------------
 
@@ -234,6 +237,25 @@ def why_not_importable(target: Target) -> str:
         name = alternate.path[0] if alternate.module is None else alternate.stem
         faults.append(_fault_of(name, tuple(sys.path)))
     return "" if "" in faults else "; ".join(dict.fromkeys(faults))
+
+
+def detail_of(advice: Advice) -> str:
+    """Return why ``advice`` is not woven; for one that waits, whether its module can exist."""
+    fault = why_not_importable(advice.target) if advice.state is State.PENDING else ""
+    return advice.detail + (f": {fault}" if fault else "")
+
+
+def warn_of_unwoven(advices: Iterable[Advice]) -> None:
+    """At the program's end, warn of hooks whose module cannot exist, and of patterns without a match.
+
+    Packages have hooks for engines that may not be installed: those are not mistakes.
+    """
+    for advice in advices:
+        is_of_package = advice.source is not None and advice.source.dist_name
+        if advice.state is not State.PENDING or is_of_package:
+            continue
+        if why_not_importable(advice.target) or advice.target.has_module_pattern:
+            logger.warning("%s was never woven: %s", advice, detail_of(advice))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -153,7 +153,8 @@ def _delegate(shape: Shape, chain: str, *, packed: bool) -> list[str]:
     if shape.kind is FunctionKind.ASYNC_GENERATOR:
         return [*_delegate_async(result), "return"]
     if shape.kind is FunctionKind.PLAIN:
-        return [f"try: result = {result}", "except:", "    pass", "    raise", "pass", "return result"]
+        body = [f"result = {result}", "pass", "return result"]
+        return ["try:", *_indent(body), "except:", "    pass", "    raise"]
     return [f"return ({result})"]
 
 
