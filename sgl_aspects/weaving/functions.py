@@ -39,13 +39,16 @@ class WovenFunction:
 
     :param original: the function whose name, documentation and attributes it copies.
     :param anonymous: ``original`` is a callable of another type; the function runs behind a proxy.
+    :ivar code: its code. Others may give it a copy, which needs the chain that lives as long as this.
     :ivar function: the replacement of the target.
     """
 
     __slots__ = (
         *("_body", "_calls", "_compiled", "_in_c", "_iterable", "_model", "_run", "_signature", "_taken"),
-        *("applied", "function", "kind"),
+        *("applied", "code", "function", "kind"),
     )
+
+    code: types.CodeType
 
     def __init__(self, original: Any, *, anonymous: bool = False) -> None:
         self.kind = FunctionKind.of(original)
@@ -105,7 +108,7 @@ class WovenFunction:
         if self._compiled is not None and compiling is not None:
             self._compiled.set(head, compiling, code)
         if not self.is_patched:
-            self._run.__code__ = code
+            self._run.__code__ = self.code = code
         if before is not None:
             counted = float(before.calls)
             setattr(

@@ -28,7 +28,6 @@ LONGER = {
     "tracing/test_otlp.py": 429,
     "weaving/test_classes.py": 696,
     "weaving/test_hooks.py": 689,
-    "weaving/test_hostile.py": 461,
     "weaving/test_importing.py": 908,
     "weaving/test_kinds.py": 1077,
     "weaving/test_rebinding.py": 793,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import sys
 import threading
 import types
@@ -12,12 +13,17 @@ from typing import Any
 
 import pytest
 
+import sgl_aspects as aspects
+from sgl_aspects import HookType
+from tests.support.woven_modules import advice, hooked, module_of, no_hook_is_left, stored
+
+__all__ = ["no_hook_is_left"]
+
 torch = pytest.importorskip("torch")
 
-import sgl_aspects as aspects  # noqa: E402
-from tests.support.woven_modules import module_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about itself while compiling
+
 
 SOURCE = """
 import torch
@@ -50,6 +56,7 @@ def call_static(layer, x): return layer.static(x)
 def call_doubled(layer, x): return layer.doubled + x
 def call_forward(layer, x): return layer(x)
 """
+
 
 TARGETS = {
     "function": "call_function",
@@ -346,3 +353,30 @@ def test_a_hooked_custom_operator_is_compiled(engine: Any) -> None:
     with aspects.woven(_advice(engine, "operator", aspects.HookType.AROUND)):
         assert torch.equal(compiled(x), engine.call_operator(x))
     assert torch.equal(compiled(x), x + 5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_torch_jit_script_says_that_it_leaves_hooks_out(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "scripted.py"
+    path.write_text(
+        "import torch\n"
+        "def f(x: torch.Tensor) -> torch.Tensor:\n    return x + 1\n"
+        "def g(x: torch.Tensor) -> torch.Tensor:\n    return f(x) * 2\n"
+    )
+    module: Any = types.ModuleType("scripted")
+    sys.modules["scripted"] = module
+    exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+    parse_def = torch.jit.frontend.parse_def
+    try:
+        with aspects.woven(advice("scripted:f", HookType.AROUND, hooked)), caplog.at_level(logging.WARNING):
+            torch.jit.script(module.g)
+        (record,) = [record for record in caplog.records if "torch.jit" in record.getMessage()]
+        assert "scripted:f" in record.getMessage()
+        assert "hooked" in record.getMessage()
+    finally:
+        del sys.modules["scripted"]
+    assert torch.jit.frontend.parse_def is parse_def
+    assert stored(torch.jit.frontend, "parse_def") is parse_def

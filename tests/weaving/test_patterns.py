@@ -1,7 +1,9 @@
-"""Patterns: a function with several names fires once."""
+"""Patterns: what they cover, and that each function is woven once."""
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
-from tests.support.woven_modules import advice, module_of, no_hook_is_left, stored
+from tests.support.woven_modules import Watch, advice, around, hooked, module_of, no_hook_is_left, stored
 
 __all__ = ["no_hook_is_left"]
 
@@ -71,3 +73,155 @@ def test_a_wildcard_for_a_class_does_not_cover_what_functions_carry(engine: Any)
     with aspects.woven(advice("engine:*.*", HookType.AFTER, count)):
         assert not [place for place in aspects.report().hooks[0].places if "cached" in place]
         assert engine.annotated.helper() == []
+
+
+ODD = "def f(x=0): return ('f', x)"
+
+
+@pytest.fixture
+def odd() -> Iterator[Any]:
+    with module_of(ODD) as module:
+        yield module
+
+
+MODELS = {
+    "zoo.base": "class Module:\n    def forward(self): return ['Module']\n    def other(self): return []\n",
+    "zoo.models.one": """
+from zoo.base import Module
+class BaseModel(Module): pass
+class OneModel(BaseModel): pass
+class TwoModel(OneModel):
+    def forward(self): return ['Two', *super().forward()]
+class ThreeModel(TwoModel): pass
+class Mixed: pass
+class OddModel(Mixed, ThreeModel): pass
+""",
+    "zoo.models.two": "from zoo.models.one import OneModel, ThreeModel\nclass FourModel(OneModel): pass\n",
+}
+
+
+@pytest.fixture
+def zoo() -> Iterator[Any]:
+    made = {}
+    for name, source in MODELS.items():
+        module = types.ModuleType(name)
+        sys.modules[name] = made[name] = module
+        exec(source, module.__dict__)
+    yield types.SimpleNamespace(**vars(made["zoo.models.one"]), FourModel=made["zoo.models.two"].FourModel)
+    for name in MODELS:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "target", ["zoo.models.**:*Model.forward", "zoo.**:*.forward", "zoo.models.one:*Model.forward"]
+)
+def test_a_pattern_weaves_a_method_once(zoo: Any, target: str) -> None:
+    watch = Watch()
+    with aspects.woven(watch.on(target)):
+        for name, calls in (
+            ("BaseModel", 1),
+            ("OneModel", 1),
+            ("FourModel", 1),
+            ("TwoModel", 2),
+            ("OddModel", 2),
+        ):
+            watch.entered.clear()
+            getattr(zoo, name)().forward()
+            assert len(watch.entered) == calls, name
+        places = aspects.report().hooks[0].places
+        whole = target == "zoo.**:*.forward"
+        assert sorted(places) == [
+            "zoo.base:Module.forward" if whole else "zoo.models.one:BaseModel.forward",
+            "zoo.models.one:TwoModel.forward",
+        ]
+    assert "forward" not in vars(zoo.BaseModel)
+
+
+def test_a_class_with_two_ways_to_a_method(zoo: Any) -> None:
+    exec(
+        "class Other:\n    def forward(self): return ['Other']\nclass LastModel(Other, OneModel): pass",
+        vars(zoo),
+    )
+    module = sys.modules["zoo.models.one"]
+    for cls in (zoo.Other, zoo.LastModel):
+        cls.__module__ = "zoo.models.one"
+        setattr(module, cls.__name__, cls)
+    watch = Watch()
+    with aspects.woven(watch.on("zoo.models.**:*Model.forward")):
+        assert zoo.LastModel().forward() == ["Other"]
+        assert len(watch.entered) == 1
+
+
+@pytest.mark.parametrize("how", ["class", "type", "function", "own __init_subclass__"])
+def test_later_subclasses_are_taken_at_once(odd: Any, how: str) -> None:
+    options: list[Any] = []
+    made: dict[str, Any] = {}
+    if how.startswith("own"):
+        exec(
+            "class Base:\n    def __init_subclass__(cls, **k): options.append((cls.__name__, k))\n"
+            "    def run(self): return 'base'",
+            {**vars(odd), "options": options},
+            made,
+        )
+        odd.Base = made["Base"]
+    else:
+        exec("class Base:\n    def run(self): return 'base'", vars(odd))
+    odd.Base.__module__ = "engine"
+    before = dict(vars(odd.Base))
+
+    def make() -> Any:
+        if how == "type":
+            return type("Sub", (odd.Base,), {"run": lambda self: "sub"})
+
+        class Sub(odd.Base, **({"k": 1} if how.startswith("own") else {})):  # type: ignore[misc]
+            def run(self) -> Any:
+                return "sub"
+
+        return Sub
+
+    handle = aspects.weave(around("engine:Base+.run", hooked))
+    subs = [make(), type("Deep", (make(),), {"run": lambda self: "sub"})]
+    for sub in subs:
+        assert sub().run() == ("hooked", "sub")
+    if how.startswith("own"):
+        assert ("Sub", {"k": 1}) in options
+    else:
+        with pytest.raises(TypeError):
+            type("Wrong", (odd.Base,), {}, unknown=1)
+    handle.remove()
+    assert [sub().run() for sub in subs] == ["sub", "sub"]
+    assert dict(vars(odd.Base)) == before
+    assert type("After", (odd.Base,), {"run": lambda self: "after"})().run() == "after"
+
+
+METHODS = """
+import functools
+def f(x=0, *, y=1): return ('f', x, y)
+def g(): return 'g'
+@functools.cache
+def cached(): return 'cached'
+class A:
+    def m(self): return 'm'
+    @functools.cached_property
+    def lazy(self): return 'lazy'
+    @functools.singledispatchmethod
+    def dispatched(self, x): return 'dispatched'
+class Sub(A): pass
+class Other(A):
+    @functools.cached_property
+    def lazy(self): return 'other'
+class Diamond(Sub, Other): pass
+"""
+
+
+@pytest.fixture
+def methods() -> Iterator[Any]:
+    with module_of(METHODS) as module:
+        yield module
+
+
+def test_a_pattern_reaches_what_functools_makes(methods: Any) -> None:
+    with aspects.woven(around("engine:*", hooked), around("engine:A.*", hooked)):
+        assert methods.cached() == ("hooked", "cached")
+        assert methods.A().lazy == ("hooked", "lazy")
+        assert methods.A().dispatched(1) == ("hooked", "dispatched")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import copyreg
 import importlib
 import inspect
 import linecache
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -21,11 +23,13 @@ from typing import Any
 import pytest
 
 import sgl_aspects as aspects
-from tests.support.woven_modules import Watch, around, hooked, no_hook_is_left
+from sgl_aspects import HookType
+from tests.support.woven_modules import Watch, advice, around, hooked, module_of, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
 
 HIDES_FRAMES = sys.version_info >= (3, 11)
+
 
 SOURCE = '''
 import math
@@ -292,3 +296,42 @@ def test_a_finder_that_asks_all_finders_is_not_asked_for_ever(
     with aspects.woven(around("asked_by_all:f", hooked)):
         module = importlib.import_module("asked_by_all")
         assert module.f() == ("hooked", "f")
+
+
+@pytest.fixture
+def one() -> Iterator[Any]:
+    with module_of("def f(x=1): return ('f', x)") as module:
+        yield module
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def enter(self, args: Any, kwargs: Any) -> None: ...
+
+    def __call__(self, original: Any, *args: Any) -> Any:
+        return original(*args) if callable(original) else None
+
+
+@pytest.mark.parametrize("kind", [HookType.AROUND, HookType.AFTER, HookType.OBSERVE, HookType.REPLACE])
+def test_the_constants_of_a_hooked_functions_code_have_a_hash(one: Any, kind: HookType) -> None:
+    with aspects.woven(advice("engine:f", kind, Unhashable())):
+        one.f(2)
+        assert [hash(constant) for constant in one.f.__code__.co_consts]
+
+
+def test_what_copyreg_says_about_pickling_holds_for_a_hooked_object(
+    one: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd:
+        def __call__(self) -> int:
+            return 5
+
+        def __reduce__(self) -> Any:
+            raise TypeError("by copyreg only")
+
+    monkeypatch.setitem(copyreg.dispatch_table, Odd, lambda odd: "odd")
+    one.odd = Odd()
+    Odd.__module__ = "engine"
+    with aspects.woven(around("engine:odd", hooked)):
+        assert pickle.loads(pickle.dumps(one.odd))() == ("hooked", 5)

@@ -1,0 +1,363 @@
+"""Descriptors of every kind: subclasses, those in descriptors, mocks, parts of properties."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import textwrap
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import sgl_aspects as aspects
+from sgl_aspects import HookType
+from sgl_aspects.errors import HookError
+from tests.support.woven_modules import Watch, advice, around, hooked, module_of, no_hook_is_left
+
+__all__ = ["no_hook_is_left"]
+
+SOURCE = """
+import functools
+def f(x=0, *, y=1): return ('f', x, y)
+def g(): return 'g'
+@functools.cache
+def cached(): return 'cached'
+class A:
+    def m(self): return 'm'
+    @functools.cached_property
+    def lazy(self): return 'lazy'
+    @functools.singledispatchmethod
+    def dispatched(self, x): return 'dispatched'
+class Sub(A): pass
+class Other(A):
+    @functools.cached_property
+    def lazy(self): return 'other'
+class Diamond(Sub, Other): pass
+"""
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    with module_of(SOURCE) as module:
+        yield module
+
+
+def test_a_cached_property_that_a_later_base_overrides(engine: Any) -> None:
+    with aspects.woven(around("engine:Sub.lazy", hooked)):
+        assert engine.Sub().lazy == ("hooked", "lazy")
+        assert engine.Diamond().lazy == ("hooked", "other")
+
+
+@pytest.mark.parametrize("make", ["Mock(spec=f)", "create_autospec(f)", "MagicMock()"])
+def test_mock_objects(engine: Any, make: str) -> None:
+    mocked = engine.f = eval(make, vars(unittest.mock), {"f": engine.f})
+    mocked.return_value = 4
+    with aspects.woven(around("engine:f", hooked)):
+        assert engine.f(1) == ("hooked", 4)
+        engine.f.assert_called_once_with(1)
+    assert engine.f is mocked
+
+
+def test_what_an_asynchronous_mock_gives_is_awaited(engine: Any) -> None:
+    engine.f = unittest.mock.AsyncMock(return_value=4)
+    with aspects.woven(advice("engine:f", HookType.AFTER, lambda result: ("after", result))):
+        assert inspect.iscoroutinefunction(engine.f)
+        assert asyncio.run(engine.f()) == ("after", 4)
+
+
+ODD_PARTS = """
+import functools, operator
+class A:
+    z = 'z'
+    made = staticmethod(dict)
+    size = property(len)
+    listed = functools.cached_property(list)
+    part = property(functools.partial(lambda *args: 'part'))
+    got = property(operator.attrgetter('z'))
+    def __len__(self): return 2
+    def __iter__(self): return iter('ab')
+"""
+
+
+@pytest.mark.parametrize("name", ["made", "size", "listed", "part", "got"])
+def test_a_descriptor_around_what_others_use_too(name: str) -> None:
+    """Neither `len` nor `dict` is hooked in the whole process with it."""
+
+    def read() -> Any:
+        found = getattr(module.A(), name)
+        return found() if callable(found) else found
+
+    with module_of(ODD_PARTS) as module:
+        raw, bare = vars(module.A)[name], read()
+        with aspects.woven(around(f"engine:A.{name}", hooked)):
+            assert read() == ("hooked", bare)
+            assert len([1]) == 1
+            assert type({}) is dict
+        assert vars(module.A)[name] is raw
+
+
+def test_a_descriptor_that_computes_what_cannot_be_called(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As lazy properties do: which function computes it cannot be seen from outside."""
+
+    class Lazy:
+        def __get__(self, instance: Any, owner: Any = None) -> str:
+            return "computed"
+
+    engine.A.computed = Lazy()
+    engine.A.mocked = unittest.mock.PropertyMock(return_value=5)
+    made = engine.A()
+    with aspects.woven(around("engine:A.computed", hooked), around("engine:A.mocked", hooked)):
+        assert [(made.computed, made.mocked) for _ in range(2)] == [("computed", 5)] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"engine:A.{name} gives a {value}, which is not called, so its hooks do not run; hook what makes it"
+        for name, value in (("computed", "str"), ("mocked", "int"))
+    ]
+
+
+def test_instances_do_not_have_a_hooked_method_of_the_metaclass(engine: Any) -> None:
+    source = """
+    class Meta(type):
+        def of(cls): return cls.__name__
+    class Made(metaclass=Meta): pass
+    class Sub(Made): pass
+    class Answering(metaclass=Meta):
+        def __getattr__(self, name): return f"answer to {name}"
+    """
+    exec(textwrap.dedent(source), vars(engine))
+    with aspects.woven(around("engine:Made.of", hooked), around("engine:Answering.of", hooked)):
+        assert [engine.Made.of(), engine.Sub.of()] == [("hooked", "Made"), ("hooked", "Sub")]
+        assert engine.Answering.of() == ("hooked", "Answering")
+        assert engine.Answering().of == "answer to of"
+        with pytest.raises(AttributeError, match="'Sub' object has no attribute 'of'"):
+            engine.Sub().of()
+    assert "of" not in vars(engine.Made)
+
+
+def test_properties_of_enumerations(engine: Any) -> None:
+    source = """
+    import enum, types
+    class Color(enum.Enum):
+        RED = 1
+        @types.DynamicClassAttribute
+        def shade(self): return f"shade of {self.name}"
+    """
+    exec(textwrap.dedent(source), vars(engine))
+    raw, names = vars(engine.Color)["shade"], list(vars(engine.Color))
+    with aspects.woven(around("engine:Color.shade", hooked), around("engine:Color.value", hooked)):
+        assert engine.Color.RED.shade == ("hooked", "shade of RED")
+        assert (engine.Color.RED.value, engine.Color.RED.name) == (("hooked", 1), "RED")
+        assert engine.Color(1) is engine.Color.RED
+    assert engine.Color.RED.value == 1
+    assert vars(engine.Color)["shade"] is raw
+    assert list(vars(engine.Color)) == names
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="classmethods no longer bind what is in them")
+@pytest.mark.parametrize("name", ["prop", "twice", "static"])
+@pytest.mark.parametrize("owner", ["Base", "Derived"])
+def test_descriptors_in_a_classmethod(engine: Any, owner: str, name: str) -> None:
+    source = """
+    class Base:
+        prop = classmethod(property(lambda cls: cls.__name__))
+        twice = classmethod(classmethod(lambda cls: cls.__name__))
+        static = classmethod(staticmethod(lambda: "static"))
+    class Derived(Base): pass
+    """
+    exec(textwrap.dedent(source), vars(engine))
+
+    def read() -> Any:
+        found = getattr(engine.Derived, name)
+        return found if name == "prop" else found()
+
+    raw, bare = vars(engine.Base)[name], read()
+    with aspects.woven(around(f"engine:{owner}.{name}", hooked)):
+        assert read() == ("hooked", bare)
+        assert type(vars(getattr(engine, owner))[name].__func__) is type(raw.__func__)
+    assert read() == bare
+    assert vars(engine.Base)[name] is raw
+    assert name not in vars(engine.Derived)
+
+
+ODD = """
+import functools
+class cached_property(property):  # with a constructor of its own, as werkzeug's
+    def __init__(self, fget, name=None, doc=None):
+        super().__init__(fget, doc=doc)
+        self.__name__ = name or fget.__name__
+        self.slot = "_cache_" + self.__name__
+    def __get__(self, instance, owner=None):
+        if instance is None: return self
+        if self.slot not in vars(instance): vars(instance)[self.slot] = self.fget(instance)
+        return vars(instance)[self.slot]
+class tagged(classmethod):
+    def __init__(self, tag, function):
+        super().__init__(function)
+        self.tag = tag
+class slotted(staticmethod):
+    __slots__ = ("tag",)
+    def __init__(self, tag, function):
+        super().__init__(function)
+        self.tag = tag
+class lazily(functools.cached_property):
+    def __init__(self, function, unit):
+        super().__init__(function)
+        self.unit = unit
+class Refusing(property):
+    def __new__(cls, fget): return super().__new__(cls)
+    def __init__(self, fget): super().__init__(fget)
+    def __setattr__(self, name, value):
+        if armed: raise RuntimeError("hands off")
+        super().__setattr__(name, value)
+armed = False
+class Binder:  # no __call__, binds a callable
+    def __init__(self, function): self.function = function
+    def __get__(self, instance, owner=None):
+        return functools.partial(self.function, owner if instance is None else instance)
+class Raising:
+    def __get__(self, instance, owner=None): raise RuntimeError("not now")
+class Meta(type):
+    def __getattribute__(cls, name): raise RuntimeError("not readable")
+class Guarded(metaclass=Meta):
+    def m(self): return "guarded"
+class Forbidding(type):
+    def __setattr__(cls, name, value): raise RuntimeError("no")
+class Closed(metaclass=Forbidding):
+    def m(self): return "closed"
+class A:
+    @cached_property
+    def cached(self): "Documented."; return ["cached"]
+    def _class(cls, x=1): return (cls.__name__, x)
+    made = tagged("tag", _class)
+    static = slotted("slot", lambda x=1: ("static", x))
+    lazy = lazily(lambda self: ["lazy"], "ms")
+    refusing = Refusing(lambda self: "refusing")
+    bound = Binder(lambda subject, x=1: (getattr(subject, "__name__", "instance"), x))
+    raising = Raising()
+    def m(self): return "m"
+lazily.__set_name__(vars(A)["lazy"], A, "lazy")
+def f(x=0): return ("f", x)
+armed = True
+"""
+
+
+@pytest.fixture
+def odd() -> Iterator[Any]:
+    with module_of(ODD) as module:
+        yield module
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "attribute"),
+    [
+        ("cached", lambda cls: cls().cached, ("slot", "_cache_cached")),
+        ("made", lambda cls: cls.made(2), ("tag", "tag")),
+        ("static", lambda cls: cls().static(3), ("tag", "slot")),
+        ("lazy", lambda cls: cls().lazy, ("unit", "ms")),
+    ],
+)
+def test_subclasses_of_descriptors_with_constructors_of_their_own(
+    odd: Any, name: str, read: Callable[[Any], Any], attribute: tuple[str, str]
+) -> None:
+    raw, bare = vars(odd.A)[name], read(odd.A)
+    with aspects.woven(around(f"engine:A.{name}", hooked)):
+        assert read(odd.A) == ("hooked", bare)
+        made = vars(odd.A)[name]
+        assert type(made) is type(raw)
+        assert getattr(made, attribute[0]) == attribute[1]
+        assert made.__doc__ == raw.__doc__
+    assert vars(odd.A)[name] is raw
+    assert read(odd.A) == bare
+
+
+@pytest.mark.parametrize("name", ["cached", "made", "static"])
+def test_a_copy_in_such_a_descriptor_is_rebound(odd: Any, name: str) -> None:
+    raw = vars(odd.A)[name]
+    odd.function = getattr(raw, "fget", None) or raw.__func__
+    with aspects.woven(Watch().on("engine:function")):
+        inner = getattr(vars(odd.A)[name], "fget", None) or vars(odd.A)[name].__func__
+        assert inner is odd.function
+        assert type(vars(odd.A)[name]) is type(raw)
+
+
+def test_a_descriptor_that_cannot_be_called_but_binds(odd: Any) -> None:
+    seen: list[Any] = []
+
+    def look(original: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((args, kwargs))
+        return original(*args, **kwargs)
+
+    raw, made = vars(odd.A)["bound"], odd.A()
+    bare = [made.bound(5), odd.A.bound(x=6)]
+    with aspects.woven(around("engine:A.bound", look), around("engine:A.raising", look)):
+        assert [made.bound(5), odd.A.bound(x=6)] == bare == [("instance", 5), ("A", 6)]
+        with pytest.raises(RuntimeError, match="not now"):
+            _ = made.raising
+    assert seen == [((made, 5), {}), ((odd.A,), {"x": 6})]
+    assert vars(odd.A)["bound"] is raw
+
+
+@pytest.fixture
+def small() -> Iterator[Any]:
+    with module_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): return 'm'\n") as module:
+        yield module
+
+
+def test_the_call_of_one_instance_is_hooked_by_its_own_name(small: Any) -> None:
+    """What stands as ``__call__`` in an instance, Python never calls."""
+    exec("class C:\n    def __call__(self, x): return x\nobj = C()\n", vars(small))
+    with pytest.raises(HookError, match=r"uses its class alone; hook the instance itself, .*C\.__call__"):
+        aspects.weave(around("engine:obj.__call__", hooked))
+    with aspects.woven(around("engine:obj", hooked)):
+        assert small.obj(1) == ("hooked", 1)
+    assert small.obj(1) == 1
+
+
+def test_parts_of_a_property_that_are_hooked_at_once() -> None:
+    """Each hook runs its own part's original, and another name of the property has all of them."""
+    source = (
+        "class C:\n    size = 1\n    @property\n    def p(self): return self.size\n    @p.setter\n"
+        "    def p(self, value): self.size = value\nclass D:\n    size = 1\n    p = vars(C)['p']\n"
+    )
+    with module_of(source) as module:
+        raw = vars(module.C)["p"]
+        targets = ("engine:C.p", "engine:C.p.fset")
+        seen: list[Any] = []
+
+        def noting(original: Any, *args: Any) -> Any:
+            seen.append(args[1:])
+            return original(*args)
+
+        with aspects.woven(*(advice(target, HookType.AROUND, noting) for target in targets)):
+            for made in (module.C(), module.D()):
+                made.p = 5
+                assert made.p == 5
+            assert seen == [(5,), ()] * 2
+        assert vars(module.C)["p"] is vars(module.D)["p"] is raw
+
+
+def test_parts_of_an_inherited_property_run_the_hooks_of_the_base_class() -> None:
+    source = (
+        "class B:\n    size = 1\n    @property\n    def p(self): return self.size\n    @p.setter\n"
+        "    def p(self, value): self.size = value\nclass C(B): pass\n"
+    )
+    with module_of(source) as module:
+        seen: list[str] = []
+
+        def noting(name: str) -> aspects.Advice:
+            def note(original: Any, *args: Any) -> Any:
+                seen.append(name)
+                return original(*args)
+
+            return around(name, note)
+
+        names = ("engine:C.p", "engine:C.p.fset", "engine:B.p", "engine:B.p.fset")
+        with aspects.woven(*map(noting, names)):
+            made = module.C()
+            made.p = 5
+            assert made.p == 5
+            assert seen == ["engine:C.p.fset", "engine:B.p.fset", "engine:C.p", "engine:B.p"]

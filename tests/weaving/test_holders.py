@@ -1,0 +1,270 @@
+"""Holders of a hooked object that are hard to change: each is rebound, or named as stale."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import sgl_aspects as aspects
+from sgl_aspects import HookType
+from tests.support.woven_modules import advice, around, hooked, module_of, no_hook_is_left
+
+__all__ = ["no_hook_is_left"]
+
+SOURCE = """
+import functools
+def f(x=0, *, y=1): return ('f', x, y)
+def g(): return 'g'
+@functools.cache
+def cached(): return 'cached'
+class A:
+    def m(self): return 'm'
+    @functools.cached_property
+    def lazy(self): return 'lazy'
+    @functools.singledispatchmethod
+    def dispatched(self, x): return 'dispatched'
+class Sub(A): pass
+class Other(A):
+    @functools.cached_property
+    def lazy(self): return 'other'
+class Diamond(Sub, Other): pass
+"""
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    with module_of(SOURCE) as module:
+        yield module
+
+
+def test_a_set_keeps_what_is_equal_to_its_proxy(engine: Any) -> None:
+    original, root = engine.cached, math.sqrt
+    held = {original, root, 3}
+    with aspects.woven(around("engine:cached", hooked), around("math:sqrt", hooked)):
+        assert len(held) == 3
+        assert {type(one).__name__ for one in held} == {"CallableProxy", "int"}
+    assert {id(one) for one in held} == {id(original), id(root), id(3)}
+
+
+def test_attributes_of_a_hooked_function_are_holders_too(engine: Any) -> None:
+    f, g = engine.f, engine.g
+    f.fallback, f.handlers, f.itself = g, [g], f
+    on_f = aspects.weave(around("engine:f", hooked))
+    on_g = aspects.weave(around("engine:g", hooked))
+    assert engine.f.fallback is engine.f.handlers[0] is engine.g is not g
+    assert engine.f.itself is engine.f
+    assert engine.f.__wrapped__ is f
+    on_g.remove()
+    assert engine.f.fallback is g
+    on_g = aspects.weave(around("engine:f.fallback", hooked))
+    assert engine.f.fallback() == ("hooked", "g")
+    on_f.remove()
+    assert f.fallback() == ("hooked", "g")
+    on_g.remove()
+    assert (engine.f, f.fallback, f.handlers, f.itself) == (f, g, [g], f)
+
+
+def test_what_is_set_on_a_hooked_function_stays(engine: Any) -> None:
+    original = engine.f
+    handle = aspects.weave(around("engine:f", hooked))
+    engine.f.__kwdefaults__["y"] = 2
+    assert engine.f() == ("hooked", ("f", 0, 2))
+    engine.f.__doc__, engine.f.__name__, engine.f.__defaults__ = "new", "renamed", (3,)
+    handle.disable()
+    assert engine.f is original
+    assert (original.__doc__, original.__name__, original()) == ("new", "renamed", ("f", 3, 2))
+    handle.enable()
+    original.__defaults__ = (4,)
+    assert engine.f() == ("hooked", ("f", 4, 2))
+    handle.remove()
+    assert original() == ("f", 4, 2)
+
+
+def test_holders_of_every_kind_of_class_are_rebound(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raising(type):
+        def __getattribute__(cls, name: str) -> Any:
+            raise RuntimeError(name)
+
+    class Odd(metaclass=Raising):
+        __slots__ = ("copy",)
+
+    class Holding:
+        copy: Any = engine.f
+
+    original, odd = engine.f, object.__new__(Odd)
+    odd.copy = original  # type: ignore[attr-defined]
+    for where, holder in enumerate((odd, Holding)):
+        monkeypatch.setitem(sys.modules, f"holder_{where}", holder)
+    with aspects.woven(around("engine:f", hooked)):
+        copies = [odd.copy, vars(Holding)["copy"]]  # type: ignore[attr-defined]
+        assert copies == [engine.f] * 2 != [original] * 2
+    copies = [odd.copy, vars(Holding)["copy"]]  # type: ignore[attr-defined]
+    assert copies == [engine.f] * 2 == [original] * 2
+
+
+def test_annotations_follow_a_class_that_is_replaced(engine: Any) -> None:
+    """CPython keeps them as a tuple until they are read."""
+    source = "def typed(x: A) -> A: return x"
+    exec(compile(source, "<typed>", "exec", dont_inherit=True), vars(engine))
+    original = engine.A
+
+    class Replacement:
+        pass
+
+    with aspects.woven(advice("engine:A", HookType.REPLACE, Replacement)):
+        assert engine.typed.__annotations__ == {"x": Replacement, "return": Replacement}
+    assert engine.typed.__annotations__ == {"x": original, "return": original}
+
+
+def test_a_class_that_one_instance_inherits_is_replaced_there(engine: Any) -> None:
+    class Replacement:
+        pass
+
+    engine.A.Config, engine.one = engine.Sub, engine.A()
+    with aspects.woven(advice("engine:one.Config", HookType.REPLACE, Replacement)):
+        assert engine.one.Config is Replacement
+        assert engine.A().Config is engine.Sub
+    assert vars(engine.one) == {}
+
+
+def test_bound_methods_of_other_instances_stay_as_they_are(engine: Any) -> None:
+    engine.one, engine.other = engine.A(), engine.A()
+    held = {"one": engine.one.m, "other": engine.other.m}
+    with aspects.woven(around("engine:one.m", hooked)):
+        assert held["one"]() == ("hooked", "m")
+        assert held["other"]() == "m"
+    assert held["one"]() == "m"
+
+
+ODD = "def f(x=0): return ('f', x)"
+
+
+@pytest.fixture
+def odd() -> Iterator[Any]:
+    with module_of(ODD) as module:
+        yield module
+
+
+class ListWithSlots(list):  # type: ignore[type-arg]
+    __slots__ = ("callback",)
+
+
+class DictWithAttributes(dict):  # type: ignore[type-arg]
+    callback: Any
+
+
+class TupleWithAttributes(tuple):  # type: ignore[type-arg]
+    callback: Any
+
+
+@pytest.mark.parametrize("kind", [ListWithSlots, DictWithAttributes, TupleWithAttributes])
+def test_attributes_of_subclasses_of_containers_are_rebound(odd: Any, kind: Any) -> None:
+    original, made = odd.f, kind()
+    made.callback = odd.f
+    with aspects.woven(around("engine:f", hooked)):
+        assert made.callback is odd.f
+        assert aspects.report().stale == ()
+    assert made.callback is original
+
+
+def test_the_factory_of_a_defaultdict_is_rebound(odd: Any) -> None:
+    original = odd.f
+    made: Any = collections.defaultdict(odd.f)
+    made["also"] = odd.f
+    with aspects.woven(around("engine:f", hooked)):
+        assert made["new"] == ("hooked", ("f", 0))
+        assert made.default_factory is made["also"] is odd.f
+    assert made.default_factory is original
+
+
+class OddHash:
+    """Raises when a set hashes it."""
+
+    ready = False
+
+    def __call__(self) -> str:
+        return "odd"
+
+    def __hash__(self) -> int:
+        if self.ready:
+            raise RuntimeError("no hash today")
+        return 1
+
+
+def test_a_holder_that_raises_is_named(odd: Any) -> None:
+    odd.odd = OddHash()
+    held = {odd.odd}
+    odd.odd.ready = True
+    try:
+        with aspects.woven(around("engine:odd", hooked), around("engine:f", hooked)):
+            assert odd.odd() == ("hooked", "odd")
+            assert odd.f() == ("hooked", ("f", 0))
+            assert "no hash today" in str(aspects.report())
+    finally:
+        odd.odd.ready = False
+    assert len(held) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    function: Callable[..., Any]
+
+
+class Own:
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own) and self.function is other.function
+
+
+@pytest.fixture
+def one() -> Iterator[Any]:
+    with module_of("def f(x=1): return ('f', x)") as module:
+        yield module
+
+
+@pytest.mark.parametrize("kind", [Key, Own])
+@pytest.mark.parametrize("container", [dict, collections.OrderedDict, collections.defaultdict])
+def test_a_key_is_found_before_and_after_removal(one: Any, kind: Any, container: Any) -> None:
+    own = kind(one.f)
+    table = container()
+    table[own] = 1
+    table["other"] = 2
+    with aspects.woven(around("engine:f", hooked)):
+        assert own.function(2) == ("hooked", ("f", 2))
+        assert (table[kind(one.f)], table[own]) == (1, 1)
+        assert aspects.report().stale == ()
+    assert (table[kind(one.f)], table[own]) == (1, 1)
+    assert table.pop(own) == 1
+    assert list(table) == ["other"]
+
+
+def test_a_member_of_a_set_is_found(one: Any) -> None:
+    own = Key(one.f)
+    members = {own, Key(print)}
+    with aspects.woven(around("engine:f", hooked)):
+        assert own in members
+        assert Key(one.f) in members
+    assert own in members
+    assert len(members) == 2
+
+
+def test_a_key_within_a_tuple_is_left_as_it_is_and_named(one: Any) -> None:
+    own = Key(one.f)
+    table = {(own, 1): "found"}
+    with aspects.woven(around("engine:f", hooked)):
+        assert table[own, 1] == "found"
+        (stale,) = aspects.report().stale
+        assert "Key, in a tuple or frozenset whose hash depends on it" in stale.holder

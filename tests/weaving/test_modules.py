@@ -1,0 +1,192 @@
+"""Modules that come in unusual ways: lazy, run by hand, under odd names, reloaded halfway, gone."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+import time
+import types
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sgl_aspects as aspects
+from sgl_aspects import State, compat
+from sgl_aspects.weaving.modules import ModuleWatcher, when_ready
+from tests.support.woven_modules import around, hooked, module_of, no_hook_is_left
+
+__all__ = ["no_hook_is_left"]
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    with module_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): return 'm'\n") as module:
+        yield module
+
+
+def test_modules_under_names_that_are_not_strings(engine: Any) -> None:
+    class Key:
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError
+
+        __hash__ = object.__hash__
+
+    keys: list[Any] = [None, 3, ("a",), Key()]
+    for key in keys:
+        sys.modules[key] = types.ModuleType("odd")
+    try:
+        with aspects.woven(around("**:f", hooked), around("en*:A+.m", hooked)):
+            assert engine.f() == ("hooked", ("f", 0))
+            assert engine.A().m() == ("hooked", "m")
+    finally:
+        for key in keys:
+            del sys.modules[key]
+
+
+def test_a_reload_that_fails_halfway_leaves_no_function_without_its_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    path = tmp_path / "reloaded.py"
+    path.write_text("def f(): return 1\ndef g(): return 1\n")
+    reloaded = importlib.import_module("reloaded")
+    try:
+        with aspects.woven(around("reloaded:f", hooked), around("reloaded:g", hooked)):
+            path.write_text("def f(): return 'second'\nraise RuntimeError\ndef g(): return 'second'\n")
+            with pytest.raises(RuntimeError):
+                importlib.reload(reloaded)
+            assert (reloaded.f(), reloaded.g()) == (("hooked", "second"), ("hooked", 1))
+        assert (reloaded.f(), reloaded.g()) == ("second", 1)
+    finally:
+        del sys.modules["reloaded"]
+
+
+def test_c_code_that_imports_is_observed() -> None:
+    """It looks for the import function in the globals of the Python function that calls it."""
+
+    class Look:
+        def enter(self, args: Any, kwargs: Any) -> None: ...
+        def exit(self, token: Any, result: Any, error: Any) -> None: ...
+
+    with aspects.woven(aspects.observe("time:strptime")(Look)):
+        assert time.strptime("2026", "%Y").tm_year == 2026
+
+
+def test_a_method_of_the_modules_own_class() -> None:
+    """As in a module that replaces itself by an instance of its own module class."""
+
+    class Kind(types.ModuleType):
+        def f(self, x: int) -> list[Any]:
+            return [self.__name__, x]
+
+    with module_of("def g(): return 1\n") as module:
+        module.__class__ = Kind
+        with aspects.woven(around("engine:f", hooked)):
+            assert module.f(3) == ("hooked", ["engine", 3])
+        assert module.f(3) == ["engine", 3]
+        assert "f" not in vars(module)
+
+
+def test_a_module_that_is_gone_when_its_code_has_run() -> None:
+    module, seen = types.ModuleType("gone"), []
+    module.__spec__ = ModuleSpec("gone", None)
+    when_ready(module, lambda *told: seen.append(told))
+    assert seen == [("gone", None)]
+
+
+def test_imports_end_while_the_last_hook_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = ModuleWatcher(lambda name: True, lambda name, module: None)
+    watcher._registered.update(one=None, two=None)
+    monkeypatch.setattr(
+        compat, "unregister_post_import_hook", lambda *_: watcher._registered.pop("two", None)
+    )
+    watcher.uninstall()
+    assert not watcher._registered
+
+
+@pytest.mark.parametrize("how", ["path", "loader", "lazy", "found"])
+def test_a_module_that_a_program_runs_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "run_by_hand.py"
+    path.write_text("def f(): return 'f'\n")
+    make = importlib.util.module_from_spec
+    handle = aspects.weave(around("run_by_hand:f", hooked))
+    loader: Any = importlib.machinery.SourceFileLoader("run_by_hand", str(path))
+    loader = importlib.util.LazyLoader(loader) if how == "lazy" else loader
+    if how == "path":
+        spec = importlib.util.spec_from_file_location("run_by_hand", path)
+    elif how == "found":
+        spec = importlib.util.find_spec("run_by_hand")
+    else:
+        spec = importlib.util.spec_from_loader("run_by_hand", loader)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "run_by_hand", module)
+    spec.loader.exec_module(module)
+    assert module.f() == ("hooked", "f")
+    assert type(module.__loader__) is importlib.machinery.SourceFileLoader
+    handle.remove()
+    assert module.f() == "f"
+    assert importlib.util.module_from_spec is make
+
+
+LAZY = """
+import sys
+from types import ModuleType
+class _LazyModule(ModuleType):
+    def __getattr__(self, name):
+        asked.append(name)
+        if name in ("AutoConfig", "f", "kept"):
+            import behind
+            value = getattr(behind, name)
+            if name != "kept": setattr(self, name, value)
+            return value
+        raise AttributeError(name)
+asked = []
+"""
+
+
+BEHIND = """
+class AutoConfig:
+    @classmethod
+    def for_model(cls, x): return ("for_model", x)
+def f(): return "f"
+def kept(): return "kept"
+"""
+
+
+@pytest.mark.parametrize("written", ["lazy_front:AutoConfig.for_model", "lazy_front.AutoConfig.for_model"])
+def test_a_lazy_module_is_woven_when_it_is_asked(written: str) -> None:
+    with module_of(LAZY, "lazy_classes") as classes, module_of(BEHIND, "behind") as behind:
+        front = classes._LazyModule("lazy_front")
+        other = classes._LazyModule("lazy_other")
+        sys.modules["lazy_front"] = front
+        before = dict(vars(classes._LazyModule))
+        try:
+            handle = aspects.weave(
+                around(written, hooked), around("lazy_front:f", hooked), around("lazy_front:kept", hooked)
+            )
+            assert classes.asked == []
+            assert handle.states == (State.PENDING,) * 3
+            assert front.AutoConfig.for_model(1) == ("hooked", ("for_model", 1))
+            assert front.f() == front.f() == behind.f() == ("hooked", "f")
+            assert front.kept() == ("hooked", "kept")
+            assert other.AutoConfig is behind.AutoConfig
+            assert handle.states == (State.WOVEN,) * 3
+            with pytest.raises(AttributeError, match="nothing"):
+                _ = front.nothing
+            handle.remove()
+            assert behind.AutoConfig.for_model(1) == ("for_model", 1)
+            assert front.f() == front.kept() == "f" or front.kept() == "kept"
+            assert dict(vars(classes._LazyModule)) == before
+        finally:
+            del sys.modules["lazy_front"]

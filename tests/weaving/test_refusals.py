@@ -1,0 +1,241 @@
+"""Targets that cannot be hooked: each is named, and harms no other hook."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import math
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sgl_aspects as aspects
+from sgl_aspects import HookRegistry, HookType, State
+from sgl_aspects.errors import HookError
+from tests.support.woven_modules import advice, around, hooked, module_of, no_hook_is_left
+
+__all__ = ["no_hook_is_left"]
+
+SOURCE = """
+import functools
+class cached_property(property):  # with a constructor of its own, as werkzeug's
+    def __init__(self, fget, name=None, doc=None):
+        super().__init__(fget, doc=doc)
+        self.__name__ = name or fget.__name__
+        self.slot = "_cache_" + self.__name__
+    def __get__(self, instance, owner=None):
+        if instance is None: return self
+        if self.slot not in vars(instance): vars(instance)[self.slot] = self.fget(instance)
+        return vars(instance)[self.slot]
+class tagged(classmethod):
+    def __init__(self, tag, function):
+        super().__init__(function)
+        self.tag = tag
+class slotted(staticmethod):
+    __slots__ = ("tag",)
+    def __init__(self, tag, function):
+        super().__init__(function)
+        self.tag = tag
+class lazily(functools.cached_property):
+    def __init__(self, function, unit):
+        super().__init__(function)
+        self.unit = unit
+class Refusing(property):
+    def __new__(cls, fget): return super().__new__(cls)
+    def __init__(self, fget): super().__init__(fget)
+    def __setattr__(self, name, value):
+        if armed: raise RuntimeError("hands off")
+        super().__setattr__(name, value)
+armed = False
+class Binder:  # no __call__, binds a callable
+    def __init__(self, function): self.function = function
+    def __get__(self, instance, owner=None):
+        return functools.partial(self.function, owner if instance is None else instance)
+class Raising:
+    def __get__(self, instance, owner=None): raise RuntimeError("not now")
+class Meta(type):
+    def __getattribute__(cls, name): raise RuntimeError("not readable")
+class Guarded(metaclass=Meta):
+    def m(self): return "guarded"
+class Forbidding(type):
+    def __setattr__(cls, name, value): raise RuntimeError("no")
+class Closed(metaclass=Forbidding):
+    def m(self): return "closed"
+class A:
+    @cached_property
+    def cached(self): "Documented."; return ["cached"]
+    def _class(cls, x=1): return (cls.__name__, x)
+    made = tagged("tag", _class)
+    static = slotted("slot", lambda x=1: ("static", x))
+    lazy = lazily(lambda self: ["lazy"], "ms")
+    refusing = Refusing(lambda self: "refusing")
+    bound = Binder(lambda subject, x=1: (getattr(subject, "__name__", "instance"), x))
+    raising = Raising()
+    def m(self): return "m"
+lazily.__set_name__(vars(A)["lazy"], A, "lazy")
+def f(x=0): return ("f", x)
+armed = True
+"""
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    with module_of(SOURCE) as module:
+        yield module
+
+
+@pytest.mark.parametrize("first", ["before", "after"])
+def test_a_bad_target_harms_nobody_else(engine: Any, first: str, caplog: pytest.LogCaptureFixture) -> None:
+    names = ["A.refusing", "Closed.m", "nothing", "A", "A.m"]
+    for name in names if first == "before" else reversed(names):
+        HookRegistry.register(f"engine.{name}", hooked, HookType.AROUND)
+    for _ in range(2):
+        HookRegistry.apply_hooks()
+        assert engine.A().m() == ("hooked", "m")
+    with aspects.woven(around("engine:f", hooked), around("engine:A.*", hooked)):
+        assert engine.f() == ("hooked", ("f", 0))
+    states = {hook.target: hook.state for hook in aspects.report().hooks}
+    assert states["engine.A.refusing"] is states["engine.Closed.m"] is states["engine.A"] is State.FAILED
+    assert "hands off" in str(aspects.report())
+    HookRegistry.reset()
+    assert engine.A().m() == "m"
+    assert engine.A().refusing == "refusing"
+    assert aspects.report().hooks == ()
+
+
+def test_a_metaclass_that_answers_nothing_is_not_asked(engine: Any) -> None:
+    with aspects.woven(
+        around("engine:Guarded.m", hooked), around("engine:*.m", hooked), around("engine:No+.m")
+    ):
+        result = object.__new__(engine.Guarded).m()  # pytest would ask the class, too
+        assert result == ("hooked", "guarded")
+        assert "engine:Guarded.m" in str(aspects.report().hooks[0].places)
+    result = object.__new__(engine.Guarded).m()
+    assert result == "guarded"
+
+
+METHODS = "def f(x=0, *, y=1): return ('f', x, y)\ndef g(): return 'g'"
+
+
+@pytest.fixture
+def methods() -> Iterator[Any]:
+    with module_of(METHODS) as module:
+        yield module
+
+
+def test_an_observer_that_refuses_to_be_bound_harms_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unbound:
+        def bound_to(self, function: Any) -> Any:
+            raise KeyError("its own")
+
+        def enter(self, args: Any, kwargs: Any) -> None: ...
+
+    (tmp_path / "bound_late.py").write_text("def f(): return 'f'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    target = "bound_late:f"
+    with aspects.woven(advice(target, HookType.OBSERVE, Unbound()), around(target, hooked)) as handle:
+        assert importlib.import_module("bound_late").f() == ("hooked", "f")
+        assert handle.states == (State.FAILED, State.WOVEN)
+        assert "KeyError('its own')" in str(aspects.report())
+    del sys.modules["bound_late"]
+
+
+class Ignoring:
+    def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def m(self) -> None: ...
+
+
+class IgnoringModule(types.ModuleType):
+    __setattr__ = Ignoring.__setattr__
+
+
+@pytest.mark.parametrize("target", ["engine:f", "engine:odd.m"])
+def test_what_ignores_assignments_is_named(methods: Any, target: str) -> None:
+    methods.odd = Ignoring()
+    methods.__class__ = IgnoringModule
+    with pytest.raises(HookError, match=r"its type .*:Ignoring\w* ignores assignments"):
+        aspects.weave(around(target, hooked))
+    assert aspects.report().hooks == ()
+
+
+def test_an_attribute_that_is_a_module_names_that_one(methods: Any) -> None:
+    methods.other = math
+    with aspects.woven(around("engine:other.sqrt"), around("engine:other")) as handle:
+        assert [one.detail for one in handle.advices] == [
+            "math is a module: write 'math:sqrt'",
+            "math is a module: write 'math:name'",
+        ]
+
+
+@pytest.fixture
+def small() -> Iterator[Any]:
+    with module_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): return 'm'\n") as module:
+        yield module
+
+
+def test_classes_without_a_hash_or_a_comparison(small: Any) -> None:
+    exec(
+        "class Meta(type):\n"
+        "    __hash__ = None\n"
+        "    def __eq__(cls, other): raise RuntimeError\n"
+        "    def __subclasscheck__(cls, other): raise RuntimeError\n"
+        "class Base(metaclass=Meta):\n"
+        "    def m(self): return 'm'\n"
+        "class Sub(Base): pass\n",
+        vars(small),
+    )
+    with aspects.woven(around("engine:Base+.m", hooked)):
+        made = small.Meta("Later", (small.Base,), {"m": lambda self: "later"})
+        assert (small.Sub().m(), made().m()) == (("hooked", "m"), ("hooked", "later"))
+
+    class Other:
+        def m(self) -> str:
+            return "other"
+
+    original = small.Base
+    with aspects.woven(advice("engine:Base", HookType.REPLACE, Other)):
+        assert small.Base().m() == "other"
+    assert small.Base is original
+
+
+def test_a_metaclass_that_ignores_what_is_set_is_named(small: Any) -> None:
+    exec(
+        "class Ignoring(type):\n"
+        "    def __setattr__(cls, name, value): pass\n"
+        "class Fixed(metaclass=Ignoring):\n"
+        "    def m(self): return 'm'\n",
+        vars(small),
+    )
+    with pytest.raises(HookError, match="its type engine:Ignoring ignores assignments"):
+        aspects.weave(around("engine:Fixed.m", hooked))
+
+
+def test_a_hook_whose_own_methods_raise(small: Any) -> None:
+    class Odd:
+        def __call__(self, original: Any, *args: Any) -> Any:
+            return ("odd", original(*args))
+
+        def _raise(self, *args: Any) -> Any:
+            raise RuntimeError("not now")
+
+        __eq__ = __hash__ = __repr__ = __str__ = __bool__ = __len__ = __getattribute__ = _raise
+
+    odd, other = Odd(), Odd()
+    HookRegistry.register("engine.f", odd, HookType.AROUND)
+    HookRegistry.register("engine.f", other, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    assert small.f(1) == ("odd", ("odd", ("f", 1)))
+    assert "Odd" in str(aspects.report())
+    assert HookRegistry.is_hook_applied("engine.f", odd, HookType.AROUND)
+    assert HookRegistry.unregister("engine.f", odd, HookType.AROUND)
+    assert small.f(1) == ("odd", ("f", 1))
+    HookRegistry.reset()
+    assert small.f(1) == ("f", 1)
