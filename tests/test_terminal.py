@@ -60,6 +60,19 @@ def test_a_report_of_hooks_is_escaped(
     assert printable(printed) == printed
 
 
+def test_a_lock_file_of_hooks_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("")
+    places = {"pkg:gone": [HIDDEN, HIDDEN]}
+    hook = {"target": "pkg:gone", "hook": TITLE, "hook_type": "after", "places": places}
+    lock = tmp_path / "hooks.lock"
+    lock.write_text(json.dumps({"version": 1, "hooks": [hook]}))
+    assert main(["hooks", "lint", "--lock", str(lock), "--against", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "\\x1b]0;owned" in printed
+    assert printable(printed) == printed
+
+
 def test_the_name_of_a_host_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def of(host: str, span_id: str) -> dict[str, Any]:
         times = {"startTimeUnixNano": "1", "endTimeUnixNano": "2"}

@@ -16,6 +16,7 @@ from sgl_aspects.engines.fingerprints import Change, Fingerprint, LockedHook
 from sgl_aspects.engines.source import Source
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run.process_reports import ProcessReport
+from sgl_aspects.terminal import printable
 
 _OURS = "sgl-aspects"
 _VERSION = 1
@@ -65,9 +66,9 @@ def lint(path: str, versions: Sequence[str], *, as_json: bool) -> int:
         for one in found:
             if one.change is not Change.UNCHANGED:
                 mark = "!" if one.is_failure else " "
-                print(f"{mark} {one.change.value:25} {one.place}  <- {one.hook.hook}")
+                print(printable(f"{mark} {one.change.value:25} {one.place}  <- {one.hook.hook}"))
                 if one.detail:
-                    print(f"    {one.detail}")
+                    print(printable(f"    {one.detail}"))
     return 1 if any(one.is_failure for found in results.values() for one in found) else 0
 
 
