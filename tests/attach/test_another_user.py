@@ -26,7 +26,7 @@ from tests.support.other_user import (
     running_as_nobody,
     shared_folders,
 )
-from tests.support.processes import wait_until
+from tests.support.processes import alone_on_this_machine, wait_until
 
 pytestmark = [pytest.mark.attach, pytest.mark.usefixtures("ptrace")]
 
@@ -326,9 +326,10 @@ def test_a_process_with_more_rights_than_its_user_is_refused(
 @pytest.fixture
 def prepared_folder() -> Iterator[Path]:
     folder = Path(dormant.folder_of(NOBODY))
-    shutil.rmtree(folder, ignore_errors=True)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with alone_on_this_machine():
+        shutil.rmtree(folder, ignore_errors=True)
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def prepared() -> dict[str, str]:
