@@ -247,6 +247,18 @@ class Causes:
         self._add_gap(found, steps, gap.start_ns, gap.step.end_ns, Cause.DECODE, scheduler)
         return found
 
+    def device_seconds(self) -> dict[str, float]:
+        """Return requests' parts of their steps' device time, by span id: by the tokens that each step fed.
+
+        They add up to the device time of all steps with requests.
+        """
+        found: dict[str, float] = defaultdict(float)
+        for step in (step for scheduler in self._schedulers.values() for step in scheduler.steps):
+            tokens = {one: step.prompts.get(one) or 1.0 for one in step.members}
+            for one, fed in tokens.items():
+                found[one] += step.device_ns / 1e9 * fed / sum(tokens.values())
+        return found
+
     def _phases(self, request: Span) -> list[Span]:
         """Return the request's phases by start; detokenize last, as it runs beside decode."""
         names = (_TOKENIZE, _QUEUE, *_TRANSFERS, _PREFILL, _DECODE, _DETOKENIZE)

@@ -61,6 +61,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("dump", "Show the last seconds of a live or dead traced process.", "sgl_aspects.cli.dump"),
     Command("top", "Watch a live run in the terminal.", "sgl_aspects.cli.top"),
     Command("why", "Show what a request's time was spent on, and who delayed it.", "sgl_aspects.cli.why"),
+    Command("usage", "Show who used a run: tokens and device time by tenant.", "sgl_aspects.cli.usage"),
     Command("report", "Show a run as one page to look at in a browser.", "sgl_aspects.cli.report"),
     Command("platforms", "Show the platforms found, the one chosen, and why.", "sgl_aspects.cli.platforms"),
     Command(

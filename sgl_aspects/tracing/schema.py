@@ -81,6 +81,9 @@ KV_TRANSFER_BYTES = "sgl_aspects.kv_transfer.bytes"
 #: The caller's own id of its request, as OpenTelemetry's HTTP conventions have it.
 HEADER_REQUEST_ID = "http.request.header.x-request-id"
 
+#: Whom the request was for, by the header or baggage entry that SGL_ASPECTS_TRACE_TENANT names.
+TENANT = "sgl_aspects.tenant"
+
 # -- attributes of a process's resource ----------------------------------------------------------------
 
 SERVICE_NAME = "service.name"

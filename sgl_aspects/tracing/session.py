@@ -227,7 +227,9 @@ def _without_taken_port(settings: TraceSettings) -> TraceSettings:
 
 def _options(settings: TraceSettings, measures: bool, attached: bool = False) -> TraceOptions:
     parent_based, takes_context = settings.sampler.parent_based, settings.takes_context
-    return TraceOptions(parent_based, measures, settings.content, takes_context, attached)
+    return TraceOptions(
+        parent_based, measures, settings.content, takes_context, attached, settings.tenant or ""
+    )
 
 
 def attach(

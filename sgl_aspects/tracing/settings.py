@@ -12,6 +12,7 @@
 ``SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN``  and those that took this many seconds or more (unset: none)
 ``SGL_ASPECTS_TRACE_REDACT``            module:function, from text to text, for prompts and answers, which
                                         ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` turns on
+``SGL_ASPECTS_TRACE_TENANT``            whom a request is for: the name of a header, or baggage:KEY (unset)
 ``SGL_ASPECTS_TRACE_CONTENT_LENGTH``    characters kept of a prompt and of an answer (4096)
 ``SGL_ASPECTS_TRACE_KEEP``              keep the run folder with its raw records (off)
 ``SGL_ASPECTS_TRACE_SUMMARY``           the collector reports at the end how many spans it delivered (off:
@@ -41,6 +42,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -111,6 +113,7 @@ class TraceSettings:
     keep_failed: bool = True
     keep_slower_than: float | None = None
     content: ContentCapture | None = None
+    tenant: str | None = None
     endpoint: str | None = None
     metrics_endpoint: str | None = None
     file: str | None = None
@@ -151,6 +154,7 @@ class TraceSettings:
             keep_failed=env.flag("SGL_ASPECTS_TRACE_KEEP_FAILED", True),
             keep_slower_than=env.number("SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN"),
             content=ContentCapture.from_environment(),
+            tenant=_tenant(env.text("SGL_ASPECTS_TRACE_TENANT")),
             endpoint=endpoint,
             metrics_endpoint=env.text(_METRICS_ENDPOINT) or base,
             file=file,
@@ -294,6 +298,14 @@ class TraceSettings:
         if self.service_name:
             values["OTEL_SERVICE_NAME"] = self.service_name
         return values
+
+
+def _tenant(source: str | None) -> str | None:
+    if source is not None and not re.fullmatch(r"(baggage:)?[A-Za-z0-9_.-]+", source):
+        raise ConfigError(
+            f"SGL_ASPECTS_TRACE_TENANT={source!r}: write a header's name, such as x-tenant, or baggage:KEY"
+        )
+    return source if source is None or ":" in source else source.lower()
 
 
 def _chosen_by(endpoint: str | None, file: str | None) -> tuple[str, ...]:

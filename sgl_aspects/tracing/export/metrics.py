@@ -57,6 +57,8 @@ _OF_REQUEST = (
 _Key: TypeAlias = "tuple[tuple[str, str], ...]"
 # Cap on kept combinations of a histogram and attributes.
 _MOST_KEPT = 1000
+# Cap on tenants that have a label of their own.
+_MOST_TENANTS = 50
 
 
 class _Counter:
@@ -142,6 +144,7 @@ class EngineMetrics:
             "Time that a scheduler's step adds: two may be open at once.",
             explicit_bucket_boundaries_advisory=STEP_DURATION,
         )
+        self._tenants: set[str] = set()
         self._exemplars = _Exemplars(
             {
                 self._duration: REQUEST_DURATION,
@@ -162,6 +165,8 @@ class EngineMetrics:
         known = zip(end.type.attributes, end.values)
         values = {**begin.attributes, **{name: value for name, value in known if value is not None}}
         common = {name: str(values[name]) for name in _OF_REQUEST if values.get(name) is not None}
+        if (tenant := values.get(schema.TENANT)) is not None:
+            common[schema.TENANT] = self._label_of(str(tenant))
         duration = max(0, end.end_ns - begin.start_ns) / 1e9
         named = {**common, schema.ERROR_TYPE: end.error} if end.error else common
         of_trace = (begin.trace_id, begin.span_id) if begin.sampled else None
@@ -184,6 +189,12 @@ class EngineMetrics:
         if output is not None and output > 1:
             per_token = max(0.0, duration - first) / (output - 1)
             self._record(self._per_token, per_token, common, of_trace)
+
+    def _label_of(self, tenant: str) -> str:
+        """Return the tenant, or for all beyond the first ones the same word: a label has few values."""
+        if len(self._tenants) < _MOST_TENANTS:
+            self._tenants.add(tenant)
+        return tenant if tenant in self._tenants else "other"
 
     def token_came(self, gap_ns: int, of_trace: tuple[int, int] | None) -> None:
         """Count the time since the same request's token before."""

@@ -16,7 +16,7 @@ from sgl_aspects.tracing import context
 from sgl_aspects.tracing.context import Opened, TraceContext
 from sgl_aspects.tracing.lifecycle.exchanges import Exchange
 from sgl_aspects.tracing.lifecycle.process import ProcessTracker
-from sgl_aspects.tracing.options import TraceOptions, no_headers
+from sgl_aspects.tracing.options import TraceOptions, no_headers, tenant_of
 from sgl_aspects.tracing.record.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen, RequestSent
 from sgl_aspects.tracing.schema import (
@@ -33,6 +33,7 @@ from sgl_aspects.tracing.schema import (
     REQUEST_MODEL,
     REQUEST_PREFIX,
     RESPONSE_MODEL,
+    TENANT,
     TOKENIZE,
 )
 
@@ -109,6 +110,7 @@ class CallTracker:
         self._swept_ns = 0
         self.came_late = options.attached
         self.content = options.content
+        self._tenant = options.tenant
         self._recorder, self._engine = recorder, engine
         self._process = process or ProcessTracker(recorder)
         self._parent_based = options.parent_based
@@ -152,6 +154,7 @@ class CallTracker:
     ) -> Call:
         """Open a request that was received. ``origin``: its trace, if not from its ``headers``."""
         recorder = self._recorder
+        tenant = self._tenant and tenant_of(headers, self._tenant)
         headers = self._headers(request) or headers
         key = self._shared_key(request)
         shared = None
@@ -180,6 +183,8 @@ class CallTracker:
         room = self._room(request)
         if room is not None:
             attributes[BOOTSTRAP_ROOM] = room
+        if self._tenant and (tenant := tenant or tenant_of(headers, self._tenant)):
+            attributes[TENANT] = tenant
         callers_id = (headers or {}).get("x-request-id")
         if callers_id:
             attributes[HEADER_REQUEST_ID] = [callers_id]

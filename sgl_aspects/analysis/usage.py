@@ -1,0 +1,59 @@
+"""Who used a run: requests, tokens and device time by tenant or another attribute; what was in time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_aspects.analysis.causes import Causes
+from sgl_aspects.analysis.spans import Span
+from sgl_aspects.tracing import schema
+
+
+@dataclass
+class Usage:
+    """What the requests of one value of the attribute used, failed and aborted ones included."""
+
+    name: str
+    requests: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    device_seconds: float = 0.0
+    #: Requests that kept the targets of time to first token and between tokens.
+    in_time: int = 0
+
+    @property
+    def goodput(self) -> float:
+        """The share of requests that kept the targets."""
+        return self.in_time / self.requests
+
+
+def usage_of(
+    spans: Sequence[Span],
+    attribute: str = schema.TENANT,
+    first_token: float = float("inf"),
+    between_tokens: float = float("inf"),
+) -> list[Usage]:
+    """Sum up requests by an attribute, the largest device time first; "" for those without it.
+
+    ``first_token``, ``between_tokens``: the targets, in seconds; the latter is for the mean of a request.
+    """
+    causes = Causes(spans)
+    device = causes.device_seconds()
+    found: dict[str, Usage] = defaultdict(lambda: Usage(""))
+    for request in causes.requests:
+        usage = found[str(request.attributes.get(attribute) or "")]
+        output = int(request.number(schema.OUTPUT_TOKENS))
+        first = request.number(schema.TIME_TO_FIRST_TOKEN)
+        usage.requests += 1
+        usage.failed += request.is_error
+        usage.input_tokens += int(request.number(schema.INPUT_TOKENS))
+        usage.output_tokens += output
+        usage.device_seconds += device.get(request.span_id, 0.0)
+        gap = (request.seconds - first) / (output - 1) if output > 1 else 0.0
+        usage.in_time += not request.is_error and first <= first_token and gap <= between_tokens
+    for name, usage in found.items():
+        usage.name = name
+    return sorted(found.values(), key=lambda usage: -usage.device_seconds)

@@ -1,0 +1,59 @@
+"""``sgl-aspects usage``: requests, tokens and device time by tenant, and the share that was in time."""
+
+from __future__ import annotations
+
+import argparse
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing import schema
+
+_SHORT = {"tenant": schema.TENANT, "model": schema.REQUEST_MODEL}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        metavar="RUN",
+        help="files of the otlp-json-file exporter, or runs' folders, live or dead (the only run there is)",
+    )
+    parser.add_argument(
+        "--by", default="tenant", metavar="ATTRIBUTE", help="tenant, model, or an attribute of requests"
+    )
+    parser.add_argument("--ttft", type=float, metavar="SECONDS", help="target for the first token")
+    parser.add_argument("--itl", type=float, metavar="SECONDS", help="target for the time between tokens")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a row for each value of the attribute; their device time adds up to that of the steps."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from sgl_aspects.analysis.sources import load_runs
+    from sgl_aspects.analysis.usage import usage_of
+    from sgl_aspects.view.text import duration, one_line
+
+    run = load_runs(arguments.sources)
+    limits = [float("inf") if limit is None else limit for limit in (arguments.ttft, arguments.itl)]
+    rows = usage_of(run.spans, _SHORT.get(arguments.by, arguments.by), *limits)
+    if not rows:
+        raise ConfigError(f"{run.source} holds no requests: has the engine served one since tracing began?")
+    total = sum(row.device_seconds for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
+    table.add_column(escape(arguments.by), no_wrap=True)
+    for heading in ("requests", "failed", "input", "output", "device time", "share", "in time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        counts = (row.requests, row.failed, row.input_tokens, row.output_tokens)
+        share = f"{row.device_seconds / total:.1%}" if total else "–"
+        cells = (
+            *(f"{count:,}" for count in counts),
+            duration(row.device_seconds),
+            share,
+            f"{row.goodput:.1%}",
+        )
+        table.add_row(escape(one_line(row.name or "none", 60)), *cells)
+    Console(highlight=False).print(table)
+    return 0

@@ -1,0 +1,97 @@
+"""Who used a run: tenants are told by a header or W3C baggage, and share the steps' device time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from sgl_aspects.analysis.spans import read_spans
+from sgl_aspects.analysis.usage import usage_of
+from sgl_aspects.cli.main import main
+from sgl_aspects.runtime import Engine, SamplingParams
+from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.export.metrics import EngineMetrics
+from sgl_aspects.tracing.options import tenant_of
+from sgl_aspects.tracing.records import RequestBegin, SpanEnd
+from sgl_aspects.tracing.schema import REQUEST
+from tests.support.tiny_models import make_llama
+
+pytestmark = pytest.mark.usefixtures("forked_collectors", "forked_schedulers")
+
+
+@pytest.mark.parametrize(
+    ("source", "headers", "tenant"),
+    [
+        ("x-tenant", {"x-tenant": "acme"}, "acme"),
+        ("x-tenant", {}, ""),
+        ("x-tenant", None, ""),
+        ("baggage:team", {"baggage": "a=1, team=ki%20lab;p=1"}, "ki lab"),
+        ("baggage:team", {"baggage": "other=x"}, ""),
+        ("", {"x-tenant": "acme"}, ""),
+    ],
+)
+def test_what_names_a_tenant(source: str, headers: dict[str, str] | None, tenant: str) -> None:
+    assert tenant_of(headers, source) == tenant
+
+
+def test_a_label_has_few_values() -> None:
+    reader = InMemoryMetricReader()
+    metrics = EngineMetrics(MeterProvider([reader]).get_meter("test"))
+    for number in range(60):
+        begin = RequestBegin(1, "r", 0, 1, 0, False, "", False, "chat", {"sgl_aspects.tenant": f"t{number}"})
+        metrics.request_ended(begin, SpanEnd(REQUEST, 1, 1, 0, 0, 10), 0)
+    data = reader.get_metrics_data()
+    assert data is not None
+    (duration,) = [
+        metric
+        for metric in data.resource_metrics[0].scope_metrics[0].metrics
+        if metric.name == "gen_ai.server.request.duration"
+    ]
+    tenants = [str((point.attributes or {})["sgl_aspects.tenant"]) for point in duration.data.data_points]
+    assert len(tenants) == 51
+    assert "other" in tenants
+
+
+def test_tenants_share_the_device_time_of_their_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also that of a request that is aborted."""
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_TENANT", "X-Tenant")
+    make_llama(tmp_path)
+    file = tmp_path / "spans.jsonl"
+    with (
+        attach(level=3, exporters=["otlp-json-file"], file=str(file)),
+        Engine(model_path=tmp_path) as engine,
+    ):
+        handles = [
+            engine.submit(
+                [7 + number] * 20,
+                SamplingParams(max_new_tokens=40, ignore_eos=True),
+                external_trace_header={"x-tenant": tenant},
+            )
+            for number, tenant in enumerate(["small", "large", "large", "gone"])
+        ]
+        next(iter(handles[3]))
+        handles[3].abort()
+        for handle in handles[:3]:
+            handle.result()
+    spans = read_spans(file)
+    usage = {each.name: each for each in usage_of(spans, first_token=60, between_tokens=60)}
+    assert set(usage) == {"small", "large", "gone"}
+    device = {
+        span.trace_id: span.number("sgl_aspects.forward.device_time") or span.seconds
+        for span in spans
+        if span.name == "forward"
+    }
+    linked = {span.trace_id for span in spans if span.name == "scheduler.step" and span.links}
+    total = sum(seconds for trace, seconds in device.items() if trace in linked)
+    assert sum(each.device_seconds for each in usage.values()) == pytest.approx(total, rel=0.01)
+    assert usage["large"].device_seconds > usage["small"].device_seconds > usage["gone"].device_seconds > 0
+    assert usage["large"].output_tokens == 80
+    assert (usage["large"].goodput, usage["gone"].in_time) == (1.0, 0)
+    assert main(["usage", str(file), "--ttft", "60"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[2].split()[:2] == ["large", "2"]
