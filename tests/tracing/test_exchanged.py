@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from sgl_aspects.tracing.lifecycle.exchanges import operation_of
+from sgl_aspects.tracing.lifecycle.exchanges import current_exchange, operation_of
+from sgl_aspects.tracing.observers.exchanged import ExchangeObserver
+from sgl_aspects.tracing.options import DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -17,6 +21,8 @@ from sgl_aspects.tracing.lifecycle.exchanges import operation_of
         ("/v1/completions", "text_completion"),
         ("/generate", "text_completion"),
         ("/v1/embeddings", "embeddings"),
+        ("/v1/score", "rerank"),
+        ("/v2/rerank", "rerank"),
         ("/encode", "embeddings"),
         ("/health", None),
         ("/v1/models", None),
@@ -25,3 +31,40 @@ from sgl_aspects.tracing.lifecycle.exchanges import operation_of
 )
 def test_a_path_determines_the_operation(path: str, operation: str | None) -> None:
     assert operation_of(path) == operation
+
+
+CHAT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[]}\n\n'
+CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_2","x":{}}}\n\n'
+IN_PROGRESS = b'event: response.in_progress\ndata: {"type":"response.in_progress","response":{}}\n\n'
+DELTA = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"a"}\n\n'
+STARTED = b'event: message_start\ndata: {"type":"message_start","message":{"id":"msg_3","role":"x"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("bodies", "first", "response_id"),
+    [
+        ([CHAT, CHAT], 0, "chatcmpl-1"),
+        ([CREATED, IN_PROGRESS, DELTA, DELTA], 2, "resp_2"),
+        ([CREATED + IN_PROGRESS, DELTA], 1, "resp_2"),
+        ([CREATED + DELTA, DELTA], 0, "resp_2"),
+        ([STARTED, b"event: content_block_delta\ndata: {}\n\n"], 1, "msg_3"),
+        ([b'{"id":"msg_4","type":"message","content":[]}'], 0, "msg_4"),
+        ([b"plain"], 0, ""),
+    ],
+)
+def test_an_answer_begins_with_its_first_part(bodies: list[bytes], first: int, response_id: str) -> None:
+    """Events that come before any part of an answer do not count, but have its id."""
+    exchange, respond = ExchangeObserver([], DEFAULTS).observations()
+    cycle = SimpleNamespace(
+        scope={"path": "/v1/responses"}, transport=None, response_complete=True, disconnected=False
+    )
+    token = exchange.enter((cycle,), {})
+    found = current_exchange.get()
+    assert found is not None
+    begun = []
+    for body in bodies:
+        respond.enter((cycle, {"type": "http.response.body", "body": body}), {})
+        begun.append(bool(found.first_ns))
+    exchange.exit(token, None, None)
+    assert begun.index(True) == first
+    assert found.response_id == response_id

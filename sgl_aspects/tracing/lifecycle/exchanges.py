@@ -50,6 +50,11 @@ class Exchange:
         return str(self.scope.get("path", ""))
 
     @property
+    def makes_id(self) -> bool:
+        """Whether its answer gets an id of its own, as it is sent."""
+        return self.path.endswith(("/messages", "/responses"))
+
+    @property
     def headers(self) -> dict[str, str]:
         pairs: Sequence[tuple[bytes, bytes]] = self.scope.get("headers", ())
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}

@@ -36,7 +36,13 @@ HTTP_ROLES = {
 
 # The id at the start of an answer, in OpenAI's and Anthropic's forms, streamed or not.
 _RESPONSE_ID = re.compile(
-    rb'\A(?:event: \w+\n)?(?:data: )?\{(?:"type":\s?"\w+",\s?"message":\s?\{)?"id":\s?"([\w.-]{1,200})"'
+    rb'\A(?:event: [\w.]+\r?\n)?(?:data: )?\{(?:[^{}]*"(?:message|response)":\s?\{)?[^{}]*?'
+    rb'"id":\s?"([\w.-]{1,200})"'
+)
+# Events of a streamed answer before any part of it.
+_PREAMBLE = re.compile(
+    rb"(?:event: (?:response\.(?:created|queued|in_progress)|message_start|ping)\r?\n"
+    rb"data: [^\n]*(?:\r?\n)+)+"
 )
 _FIRST_BYTES = 400
 
@@ -84,11 +90,13 @@ class ExchangeObserver:
         if message["type"] == "http.response.start":
             exchange.status = message["status"]
             return
-        if not exchange.first_ns and message.get("body"):
+        body = message.get("body")
+        if exchange.first_ns or not body:
+            return
+        if not exchange.response_id and (found := _RESPONSE_ID.search(body[:_FIRST_BYTES])) is not None:
+            exchange.response_id = found[1].decode()
+        if _PREAMBLE.fullmatch(body) is None:
             exchange.first_ns = monotonic_ns()
-            found = _RESPONSE_ID.search(message["body"][:_FIRST_BYTES])
-            if found is not None:
-                exchange.response_id = found[1].decode()
 
     def _record_refused(self, exchange: Exchange) -> None:
         operation = operation_of(exchange.path)
