@@ -75,6 +75,11 @@ IMPLEMENTATION = "sgl_aspects.operator.implementation"
 SHAPE = "sgl_aspects.operator.shape"
 KV_TOKENS = "sgl_aspects.kv.tokens"
 KV_HIT_TOKENS = "sgl_aspects.kv.hit_tokens"
+#: A request's, where its engine schedules by priority.
+PRIORITY = "sgl_aspects.priority"
+#: Of speculative decoding: tokens that were drafted for a request, and how many of them it got. Metrics, too.
+DRAFTED_TOKENS = "sgl_aspects.speculation.drafted_tokens"
+ACCEPTED_TOKENS = "sgl_aspects.speculation.accepted_tokens"
 #: For prefill and decode on two servers: the request's shared number, and the transferred bytes.
 BOOTSTRAP_ROOM = "sgl_aspects.bootstrap_room"
 KV_TRANSFER_BYTES = "sgl_aspects.kv_transfer.bytes"
@@ -135,7 +140,9 @@ DETOKENIZE = SpanType("detokenize", {DETOKENIZE_CALLS: int, DETOKENIZE_BUSY_TIME
 #: A finish reason in the queue: the request ended there. Its own span has the error, if any.
 QUEUE = SpanType("queue", {FINISH_REASON: str})
 PREFILL = SpanType("prefill", {PREFILL_TOKENS: int, PREFILL_CHUNK: int})
-DECODE = SpanType("decode", {OUTPUT_TOKENS: int, FINISH_REASON: str})
+DECODE = SpanType(
+    "decode", {OUTPUT_TOKENS: int, FINISH_REASON: str, DRAFTED_TOKENS: int, ACCEPTED_TOKENS: int}
+)
 #: For a prompt prefilled by one server and decoded by another.
 BOOTSTRAP = SpanType("bootstrap", {FINISH_REASON: str})
 KV_TRANSFER = SpanType("kv_transfer", {FINISH_REASON: str, KV_TRANSFER_BYTES: int})

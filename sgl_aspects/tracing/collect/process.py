@@ -35,10 +35,9 @@ from sgl_aspects.run.collector import (
 )
 from sgl_aspects.run.dead_runs import remove_dead_runs
 from sgl_aspects.run.folder import remove_run_folder, runs, seal_run, woven_ns
-from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.join import Joiner
 from sgl_aspects.tracing.collect.reader import RingReader
-from sgl_aspects.tracing.collect.reported_metrics import STEP, CollectorMetrics
+from sgl_aspects.tracing.collect.reported_metrics import DECODE, STEP, CollectorMetrics
 from sgl_aspects.tracing.collect.run_reader import Deliveries, RunReader
 from sgl_aspects.tracing.collect.span_builder import engine_resource
 from sgl_aspects.tracing.collect.summary import TraceSummary
@@ -57,8 +56,6 @@ from sgl_aspects.tracing.variables import (
     secrets,
     without_secrets,
 )
-
-_DECODE = schema.DECODE.name
 
 _Made = TypeVar("_Made")
 
@@ -256,12 +253,14 @@ class Collector:
             return
         engine = self._metrics.engine
         for record in records:
-            if isinstance(record, (SpanBegin, SpanEnd)) and record.type.name in (STEP, _DECODE):
+            if isinstance(record, (SpanBegin, SpanEnd)) and record.type.name in (STEP, DECODE):
                 for key, gap_ns in self._gaps.take(record):
                     if not is_replayed:
                         engine.token_came(gap_ns, self._joiner.trace_of(key))
                 if record.type.name == STEP and isinstance(record, SpanEnd):
                     engine.step_ended(writer.name, writer.process_id, record, is_replayed=is_replayed)
+                elif isinstance(record, SpanEnd) and not is_replayed:
+                    engine.decode_ended(record)
 
 
 def _unless_faulty(make: Callable[[], _Made], faults: list[ConfigError]) -> _Made | None:

@@ -14,10 +14,10 @@ from sgl_aspects.files import write_private
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.export.metric_readers import MetricsPipeline
-from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
+from sgl_aspects.tracing.export.metrics import DECODE, STEP, EngineMetrics
 from sgl_aspects.tracing.export.span_exporters import Pipeline
 
-__all__ = ["STEP", "CollectorMetrics"]
+__all__ = ["DECODE", "STEP", "CollectorMetrics"]
 
 _REPORTED = "metrics.json"
 

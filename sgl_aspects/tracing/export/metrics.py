@@ -38,6 +38,8 @@ _NO_ATTRIBUTES: Mapping[str, str] = {}
 
 #: The span type whose records report the scheduler's state.
 STEP = schema.STEP.name
+#: The one whose records have drafted and accepted tokens.
+DECODE = schema.DECODE.name
 _MODE = schema.MODE
 _TOKENS = schema.BATCH_TOKENS
 _GAUGES = (
@@ -137,6 +139,8 @@ class EngineMetrics:
         self._hits = _Counter(
             meter, schema.CACHE_HIT_TOKENS, "{token}", "Prompt tokens found in the prefix cache."
         )
+        self._drafted = _Counter(meter, schema.DRAFTED_TOKENS, "{token}", "Tokens drafted for requests.")
+        self._accepted = _Counter(meter, schema.ACCEPTED_TOKENS, "{token}", "Drafted tokens accepted.")
         self._step_tokens = _Counter(meter, schema.STEP_TOKENS, "{token}", "Tokens fed to the model.")
         self._step = histogram(
             schema.STEP_DURATION,
@@ -159,6 +163,14 @@ class EngineMetrics:
         self._states: dict[str, tuple[int, dict[str, AttributeValue]]] = {}
         for name, unit, description in _GAUGES:
             meter.create_observable_gauge(name, [self._reading_of(name)], unit, description)
+
+    def decode_ended(self, end: SpanEnd) -> None:
+        """Count the drafts of a decode phase, if its engine speculates."""
+        values = dict(zip(end.type.attributes, end.values))
+        drafted, accepted = values.get(schema.DRAFTED_TOKENS), values.get(schema.ACCEPTED_TOKENS)
+        if isinstance(drafted, int) and isinstance(accepted, int):
+            self._drafted.add(drafted, {})
+            self._accepted.add(accepted, {})
 
     def request_ended(self, begin: RequestBegin, end: SpanEnd, first_token_ns: int) -> None:
         """Count an ended request. ``first_token_ns``: the scheduler's (0: none), for non-streamed answers."""
