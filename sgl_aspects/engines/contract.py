@@ -49,6 +49,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "end_scheduled_request": ("req", "finish_reason"),
     "cancel_requests": (),
     "release_request": ("req",),
+    "verify_draft": ("rid", "drafted", "accepted"),  # of one request in a step
     # A request that one thread works on alone, without a scheduler.
     "queue_alone": ("rid", "key"),
     "run_alone": ("key", "prompt_tokens", "output_tokens", "finish_reason"),
@@ -100,6 +101,7 @@ class Request:
     is_probe: bool | None  # the engine's own health check: not traced
     is_single: bool | None  # one answer; yes where an integration does not define it
     answer_count: int  # of a request for several
+    priority: int | None  # where its engine schedules by it
     model: str | None  # what its caller asked for, if not the server's model: an adapter
     answer_rids: tuple[str, ...] | None  # where the answers' ids are known from the start
     group: str | None  # the id of the first request of the same call, whose trace it joins
@@ -176,6 +178,7 @@ class Reason:
     """Why a request ended, as ``outputs.each`` has it."""
 
     text: str
+    problem: str | None  # the error by which the engine rejected it
 
 
 class Rid:
@@ -190,6 +193,8 @@ class Message:
     rid: str
     is_probe: bool | None
     abort_all: bool | None
+    reason: Any  # of an abort: why the engine rejected the request
+    prompt_tokens: int | None
     elsewhere: tuple[int, int, bool] | None  # trace id, span id and sampled flag, from another host
 
 
@@ -219,6 +224,7 @@ class Mode:
     """The mode of a batch."""
 
     name: str
+    is_speculative: bool | None  # the model is fed drafts of its requests' next tokens, too
 
 
 class Scheduler:
@@ -229,6 +235,7 @@ class Scheduler:
     kv_usage: float | None  # 0 to 1
     is_idle: bool | None
     waiting_rids: set[str] | None
+    front_end: Any  # stands in for the manager where requests come from a front end that is not Python
     is_follower: bool | None  # a rank that runs the same requests as the one that answers them
 
 

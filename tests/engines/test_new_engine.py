@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.support.attachable import spans_in
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "new-engine.md"
 
@@ -56,13 +56,7 @@ def test_the_page_gives_an_engine_whole_traces(folder: Path) -> None:
     assert execute(folder, "run.py").startswith(
         "[19, 20, 21, 22]\n20 spans recorded; otlp-json-file: 20 delivered"
     )
-    spans: list[dict[str, Any]] = [
-        span
-        for line in (folder / "traces.jsonl").read_text().splitlines()
-        for resource in json.loads(line)["resourceSpans"]
-        for scope in resource["scopeSpans"]
-        for span in scope["spans"]
-    ]
+    spans = spans_in(folder / "traces.jsonl")
     steps = ["schedule", "run_batch", "process_result", "scheduler.step"]
     request = ["text_completion hare-1b", "queue", "prefill", "decode"]
     assert Counter(span["name"] for span in spans) == Counter(
@@ -109,3 +103,35 @@ def test_ids_are_numbers_and_the_request_is_a_result(tmp_path: Path) -> None:
             text = text.replace(before, after)
         (tmp_path / name).write_text(text)
     assert execute(installed(tmp_path), "run.py").startswith("[19, 20, 21, 22]\n20 spans recorded")
+
+
+#: The page's engine where no function in Python receives requests or hands out answers.
+WITHOUT_FRONT_END = {
+    "roles={**REQUEST_ROLES, **SCHEDULER_ROLES},": "roles=SCHEDULER_ROLES,",
+    "attributes={**REQUEST_ATTRIBUTES, **SCHEDULER_ATTRIBUTES},": """attributes={
+        "manager.model": lambda manager: "hare-1b",
+        "request.max_tokens": "max_tokens",
+        "message.prompt_tokens": lambda request: len(request.prompt),
+        "scheduler.front_end": lambda scheduler: scheduler,
+        **SCHEDULER_ATTRIBUTES,
+    },""",
+}
+
+
+def test_a_request_without_a_front_end_in_python_is_seen_by_its_scheduler(tmp_path: Path) -> None:
+    written(tmp_path)
+    text = (tmp_path / "hare_room.py").read_text()
+    for before, after in WITHOUT_FRONT_END.items():
+        assert before in text
+        text = text.replace(before, after)
+    (tmp_path / "hare_room.py").write_text(text)
+    execute(installed(tmp_path), "run.py")
+    spans = spans_in(tmp_path / "traces.jsonl")
+    assert Counter(span["name"] for span in spans)["scheduler.step"] == 4
+    (root,) = [span for span in spans if span["name"] == "text_completion hare-1b"]
+    below = {span["name"] for span in spans if span.get("parentSpanId") == root["spanId"]}
+    assert below == {"queue", "prefill", "decode"}
+    values = {each["key"]: next(iter(each["value"].values())) for each in root["attributes"]}
+    assert [int(values[f"gen_ai.usage.{name}_tokens"]) for name in ("input", "output")] == [19, 4]
+    assert float(values["gen_ai.latency.time_to_first_token"]) > 0
+    assert int(values["gen_ai.request.max_tokens"]) == 4

@@ -154,7 +154,7 @@ def _answer(result: dict[str, Any]) -> Answer:
         answer.usage = chunk.get("usage") or answer.usage
         for choice in chunk["choices"]:
             answer.text += choice["delta"].get("content") or ""
-            answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
     return answer
 
 

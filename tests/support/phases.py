@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests.support.engine_server import Answer
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
 
 PHASES = ("bootstrap", "kv_transfer", "queue", "prefill", "decode")
@@ -82,3 +83,17 @@ def _wrong_tokens(request: Span, phases: list[Span]) -> Iterator[str]:
     # What an engine found in its cache without counting it is not known.
     if sum(fed) + (cached or 0) > usage[0] or (cached is not None and sum(fed) + cached != usage[0]):
         yield f"{fed} tokens in its chunks and {cached} cached ones, {usage[0]} in its usage"
+
+
+def assert_whole(roots: list[Span], answers: list[Answer], traces: dict[str, list[Span]]) -> None:
+    """Check the requests of a front end that is not Python against what their clients got."""
+    assert len(roots) == len(answers)
+    usages = [[answer.usage[f"{name}_tokens"] for name in ("prompt", "completion")] for answer in answers]
+    recorded = [
+        [root.attributes[f"gen_ai.usage.{name}_tokens"] for name in ("input", "output")] for root in roots
+    ]
+    assert sorted(recorded) == sorted(usages)
+    for root in roots:
+        assert {"queue", "prefill", "decode"} <= {span.name for span in traces[root.trace_id]}
+        assert root.attributes["gen_ai.latency.time_to_first_token"] > 0
+        assert not root.is_error

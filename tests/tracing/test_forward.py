@@ -263,7 +263,7 @@ def test_an_unreported_end_is_found_when_nothing_is_left_to_run() -> None:
         found["process_batch_result"].exit(token, None, None)
     found["receive_messages"].enter((scheduler,), {})
     (decode,) = recorder.named("decode")
-    assert decode.values[-1] == "stop"
+    assert decode.values[1] == "stop"
 
 
 def test_how_a_request_ended_follows_its_engines_reason() -> None:
@@ -282,7 +282,7 @@ def test_how_a_request_ended_follows_its_engines_reason() -> None:
         token = found["process_batch_result"].enter((None, batch, result), {})
         req.reason = reason
         found["process_batch_result"].exit(token, None, None)
-    assert {decode.values[-1]: decode.error for decode in recorder.named("decode")} == {
+    assert {decode.values[1]: decode.error for decode in recorder.named("decode")} == {
         "length": "",
         "abort": "abort",
         "client_closed": "abort",
@@ -337,7 +337,7 @@ def test_a_request_with_the_id_of_one_that_has_ended_is_another() -> None:
         found["release_request"].enter((req,), {})
         found["process_batch_result"].exit(token, None, None)
         assert not trackers.requests.requests
-    assert [decode.values[-1] for decode in recorder.named("decode")] == ["stop", "stop"]
+    assert [decode.values[1] for decode in recorder.named("decode")] == ["stop", "stop"]
 
 
 def test_the_steps_of_a_forked_child_have_ids_of_their_own() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from sgl_aspects.engines.base import Lifecycle, Role
@@ -73,6 +74,16 @@ ROLES = {
 OWN_ROLES = {
     "pack_request": Role(("sglang.srt.observability.req_time_stats:APIServerReqTimeStats.__getstate__",)),
 }
+
+
+def front_end(scheduler: Any) -> Any:
+    """Return what has the attributes of the tokenizer manager if that is not Python; else None."""
+    if getattr(scheduler, "rust_server", None) is None:
+        return None
+    server_args = scheduler.server_args
+    return SimpleNamespace(
+        server_args=server_args, served_model_name=server_args.served_model_name, rid_to_state={}
+    )
 
 
 def carried(message: Any) -> tuple[int, int, bool] | None:

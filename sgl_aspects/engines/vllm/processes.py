@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from sgl_aspects.engines.base import Role
@@ -47,6 +49,14 @@ def _with_rank(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Any) -> _De
         known = ranks(settings.parallel_config)
         found["rank"] = " ".join(f"{kind}{rank}" for kind, rank in known.items())
     return found
+
+
+def front_end(scheduler: Any) -> Any:
+    """Return what has the attributes of the engine's client if that is not Python; else None."""
+    if os.environ.get("VLLM_USE_RUST_FRONTEND") != "1":
+        return None
+    settings = scheduler.vllm_config
+    return SimpleNamespace(vllm_config=settings, model_config=settings.model_config)
 
 
 ROLES = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -60,6 +61,11 @@ def _search(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -
     return SimpleNamespace(
         request_id=rid, external_req_id=rid, sampling_params=params, pooling_params=None, lora_request=lora
     )
+
+
+def _received_ns(request: Any) -> int:
+    """Return when the front end got it, on the monotonic clock; vLLM notes it on the wall clock."""
+    return time.monotonic_ns() - max(0, int((time.time() - request.arrival_time) * 1e9))
 
 
 def _choice_count(request: Any) -> int | None:
@@ -138,6 +144,16 @@ def _launched(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None)
     return batch if batch.num_scheduled_tokens else None
 
 
+_verified = Role((), ("_", "_", "drafted:num_draft_tokens", "_", "invalid:num_invalid_spec_tokens"))
+
+
+def _drafted(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
+    """Return the drafted tokens that a grammar allowed."""
+    invalid = _verified.reader("invalid")(args, kwargs) or {}
+    drafted = _verified.reader("drafted")(args, kwargs)
+    return int(drafted - invalid.get(kwargs.get("request_id"), 0))
+
+
 def _finish_reason(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str:
     request = args[1] if len(args) > 1 else kwargs["request"]
     return str(request.get_finished_reason())
@@ -145,9 +161,11 @@ def _finish_reason(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = 
 
 class _Mode(NamedTuple):
     name: str
+    is_speculative: bool = False
 
 
 _PREFILL, _DECODE, _MIXED = _Mode("prefill"), _Mode("decode"), _Mode("mixed")
+_SPECULATIVE = _Mode("decode", True)
 
 
 def _mode(batch: Any) -> _Mode:
@@ -160,7 +178,7 @@ def _mode(batch: Any) -> _Mode:
         # speculative.
         guessed = batch.scheduled_spec_decode_tokens
         prompts = sum(count > 1 + len(guessed.get(rid, ())) for rid, count in tokens.items())
-    return _DECODE if not prompts else _PREFILL if prompts >= len(tokens) else _MIXED
+    return _SPECULATIVE if not prompts else _PREFILL if prompts >= len(tokens) else _MIXED
 
 
 def shared_id(batch: Any) -> int | None:
@@ -245,6 +263,11 @@ VLLM = Engine(
             (f"{_SCHEDULER}._free_request",),
             reads={"req": disaggregation.ended, "finish_reason": _finish_reason},
         ),
+        "verify_draft": Role(
+            (f"{_SCHEDULER}.make_spec_decoding_stats",),
+            ("_", "_", "drafted:num_draft_tokens", "accepted:num_accepted_tokens", "_", "rid:request_id"),
+            reads={"drafted": _drafted},
+        ),
         "retract": Role((f"{_SCHEDULER}._preempt_request",), ("_", "req:request")),
         "schedule": Role((f"{_SCHEDULER}.schedule",), required=True),
         "run_batch": Role(
@@ -289,6 +312,7 @@ VLLM = Engine(
         "request.rids": lambda request: (request.request_id,),
         "request.is_single": lambda request: _answers(request) == 1,
         "request.model": lambda request: getattr(request.lora_request, "lora_name", None),
+        "request.priority": lambda request: request.priority or None,
         "request.shared_key": disaggregation.shared_key,
         "request.is_first_server": disaggregation.is_first_server,
         "request.response_id": _response_id,
@@ -296,6 +320,7 @@ VLLM = Engine(
         "request.answer_rids": _answer_rids,
         "request.choice_count": _choice_count,
         "request.stream": _streams,
+        "request.received_ns": _received_ns,
         "request.max_tokens": _sampling("max_tokens"),
         "request.temperature": _sampling("temperature"),
         "request.top_p": _sampling("top_p"),
@@ -312,10 +337,12 @@ VLLM = Engine(
         "outputs.each": _Outputs.each,
         "outputs.new": _Outputs.new,
         "message.rid": "request_id",
+        "message.prompt_tokens": "num_prompt_tokens",
         "req.rid": lambda req: req if isinstance(req, str) else req.request_id,
         "req.output_tokens": "num_output_tokens",
         "batch.mode": _mode,
         "mode.name": "name",
+        "mode.is_speculative": "is_speculative",
         "batch.reqs": _reqs,
         "batch.prefills": lambda batch: _scheduled().prompts(batch),
         "batch.num_tokens": "total_num_scheduled_tokens",
@@ -323,6 +350,7 @@ VLLM = Engine(
         "scheduler.waiting": lambda scheduler: len(scheduler.waiting),
         "scheduler.running": lambda scheduler: len(scheduler.running),
         "scheduler.kv_usage": "kv_cache_manager.usage",
+        "scheduler.front_end": processes.front_end,
         "model_runner.platform": lambda runner: platform_of(str(runner.device)),
     },
     own_roles=disaggregation.ROLES,

@@ -30,6 +30,7 @@ class Trackers(NamedTuple):
         requests = RequestTracker(recorder)
         process = ProcessTracker(recorder)
         calls = CallTracker(engine, recorder, options, process)
+        requests.on_end = calls.end_here
         return cls(
             engine, recorder, options, process, calls, requests, StepTracker(recorder, options.measures)
         )

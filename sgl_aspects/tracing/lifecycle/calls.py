@@ -26,6 +26,7 @@ from sgl_aspects.tracing.schema import (
     HEADER_REQUEST_ID,
     INPUT_MESSAGES,
     OPERATION,
+    PRIORITY,
     PROVIDER,
     REQUEST,
     REQUEST_ATTRIBUTES,
@@ -68,6 +69,8 @@ class Call:
     ends_with_output: bool = True
     ends_with_exchange: bool = False
     is_attached: bool = False
+    #: Its front end is not Python: it begins and ends where its scheduler gets it and ends it.
+    is_here: bool = False
     is_group: bool = False
     #: The engine searches for its answer by many requests of its own, which are its ``answers``.
     is_search: bool = False
@@ -125,10 +128,11 @@ class CallTracker:
         self._messages = reader("request.messages")
         self._shared_key = reader("request.shared_key")
         self._is_probe = reader("request.is_probe")
+        self._received_ns = reader("request.received_ns")
         self._attributes = {
             REQUEST_PREFIX + name: reader(f"request.{name.replace('.', '_')}") for name in REQUEST_ATTRIBUTES
         }
-        self._room = reader("request.bootstrap_room")
+        self._room, self._priority = reader("request.bootstrap_room"), reader("request.priority")
         self._is_first = reader("request.is_first_server")
         self._is_first_server = reader("manager.is_first_server")
         self._model = reader("manager.model")
@@ -180,6 +184,9 @@ class CallTracker:
             value = read(request)
             if value is not None and value != ():
                 attributes[name] = value
+        priority = self._priority(request)
+        if priority is not None:
+            attributes[PRIORITY] = priority
         room = self._room(request)
         if room is not None:
             attributes[BOOTSTRAP_ROOM] = room
@@ -208,6 +215,24 @@ class CallTracker:
             self.live[rid] = self._begun(answer, {REQUEST_ID: str(rid)})
             call.answers.append(answer)
             call.rids.add(rid)
+
+    def begin_here(self, message: Any, manager: Any, rid: str, prompt_tokens: int | None) -> None:
+        """Open a request that no function in Python received, as its scheduler gets it."""
+        start_ns = self._received_ns(message) or monotonic_ns()
+        call = self.live[rid] = self.begin(message, manager, start_ns, rid=rid)
+        call.is_here, call.streams, call.tokens = True, False, (prompt_tokens, None, None)
+        self.sent(call)
+
+    def end_here(
+        self, rid: str, fed: int, output_tokens: int | None, reason: str | None, problem: str
+    ) -> None:
+        """End it; no-op for a request that a function in Python received."""
+        call = self.live.get(rid)
+        if call is not None and call.is_here:
+            del self.live[rid]
+            prompt = call.tokens[0] if call.tokens is not None else None
+            call.tokens = prompt, output_tokens, None if prompt is None else max(0, prompt - fed)
+            self.end(call, reason, problem)
 
     def begin_attached(self, manager: Any) -> None:
         """Open the requests that began before attach, from their first event on, in their caller's trace."""
@@ -313,11 +338,11 @@ class CallTracker:
         if call.ends_with_output:
             self.fail(call, problem)
 
-    def abort(self, rid: str) -> None:
-        """Abort the request; no-op if it is not open."""
+    def abort(self, rid: str, problem: str = "") -> None:
+        """Abort the request, for the engine's ``problem`` if any; no-op if it is not open."""
         call = self.live.pop(rid, None)
         if call is not None:
-            self.end(call, "abort")
+            self.end(call, "abort", problem)
 
     def leave(self, call: Call, problem: str, is_closed: bool) -> None:
         """Note that the serving function has ended: by an exception (``problem``), or closed."""
@@ -334,9 +359,9 @@ class CallTracker:
         self.fail(call, problem)
 
     def fail(self, call: Call, problem: str) -> None:
-        """Write its span; with a ``problem``, once the response has given its status."""
+        """Write its span; with a ``problem``, once the response has given its status, or its id."""
         exchange = call.exchange
-        if problem and exchange is not None and not exchange.first_ns:
+        if exchange is not None and not exchange.first_ns and (problem or exchange.makes_id):
             exchange.at_end.append(partial(self.record, call, problem))
             if not exchange.is_over:  # read last: the server's thread may be ending it
                 return

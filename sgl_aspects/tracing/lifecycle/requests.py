@@ -38,6 +38,10 @@ class ScheduledRequest:
     #: The end of the latest chunk, and the output tokens before the open phase.
     fed_ns: int = 0
     decoded: int = 0
+    #: Drafted and accepted tokens in the open ``decode``; None without speculation.
+    drafts: tuple[int | None, int | None] = (None, None)
+    #: Tokens of its prompt that were fed to the model before its first output.
+    fed: int = 0
     #: The phase that follows the last chunk of the prompt.
     after_prefill: str = DECODE.name
     #: The engine's error, if it rejected the request.
@@ -70,6 +74,9 @@ class RequestTracker:
         self.requests: dict[str, ScheduledRequest] = {}
         #: Preempted requests, which are in the queue again.
         self.preempted_requests: set[ScheduledRequest] = set()
+        #: Called with the id of a request that ends, the tokens of its prompt that were fed, its output
+        #: tokens, the reason, and the error if any.
+        self.on_end: Callable[[str, int, int | None, str | None, str], None] = _discard
         self._processed: list[Chunk] = []
         self._recorder = recorder
         self._announce: Callable[[SpanType, int, int, int, int], None] = recorder.announce
@@ -147,6 +154,7 @@ class RequestTracker:
             request = chunk.request
             key, values = request.key, (chunk.tokens, request.chunks)
             request.chunks += 1
+            request.fed += 0 if request.decoded else chunk.tokens
             # With an overlapped loop it was launched before the previous one's end; and a request may have
             # been preempted since.
             start_ns = max(chunk.start_ns, request.fed_ns)
@@ -162,7 +170,7 @@ class RequestTracker:
             return
         now = monotonic_ns()
         if request.decodes:
-            self._close(request, now, (self._decoded(request, output_tokens), "retracted"))
+            self._close(request, now, self._decoded(request, output_tokens, "retracted"))
         self.preempted_requests.add(request)
         self._open(request, QUEUE.name, now)
 
@@ -176,15 +184,26 @@ class RequestTracker:
         if request is None:
             return
         self.preempted_requests.discard(request)
-        values = (self._decoded(request, output_tokens), reason) if request.decodes else (reason,)
+        values = self._decoded(request, output_tokens, reason) if request.decodes else (reason,)
         self._close(request, now or monotonic_ns(), values, problem)
+        self.on_end(rid, request.fed, output_tokens, reason, problem)
 
-    def _decoded(self, request: ScheduledRequest, output_tokens: int | None) -> int | None:
-        """Return the tokens of the open ``decode``: all of the answer but those of earlier ones."""
+    def drafted(self, rid: str, drafted: int, accepted: int) -> None:
+        """Note tokens that a step drafted for a request, and how many of them it accepted."""
+        request = self.requests.get(rid)
+        if request is not None:
+            before = request.drafts
+            request.drafts = (before[0] or 0) + drafted, (before[1] or 0) + accepted
+
+    def _decoded(
+        self, request: ScheduledRequest, output_tokens: int | None, reason: str | None
+    ) -> tuple[AttributeValue, ...]:
+        """Return the values of the open ``decode``: its tokens are the answer's but for earlier ones'."""
+        drafts, request.drafts = request.drafts, (None, None)
         if output_tokens is None:
-            return None
+            return (None, reason, *drafts)
         before, request.decoded = request.decoded, output_tokens
-        return output_tokens - before
+        return (output_tokens - before, reason, *drafts)
 
     def _open(
         self, request: ScheduledRequest, phase: str, now: int, values: tuple[AttributeValue, ...] = ()

@@ -17,7 +17,7 @@ class QueueObserver:
 
     def __init__(self, trackers: Trackers) -> None:
         engine = self._engine = trackers.engine
-        self._recorder, self._requests = trackers.recorder, trackers.requests
+        self._recorder, self._requests, self._calls = trackers.recorder, trackers.requests, trackers.calls
         call, reader = engine.call_reader, engine.reader
         self._is_follower = reader("scheduler.is_follower")
         self._aborting = call("abort_scheduled_request", "scheduler")
@@ -29,6 +29,9 @@ class QueueObserver:
         self._ended = call("end_scheduled_request", "req")
         self._end_reason = call("end_scheduled_request", "finish_reason")
         self._finish_reason = reader("req.finish_reason")
+        self._draft = [call("verify_draft", name) for name in ("rid", "drafted", "accepted")]
+        self._front_end = reader("scheduler.front_end")
+        self._prompt_tokens = reader("message.prompt_tokens")
         self._message_rid = reader("message.rid")
         self._is_probe = reader("message.is_probe")
         self._elsewhere = reader("message.elsewhere")
@@ -49,6 +52,7 @@ class QueueObserver:
             Observation("retract", self._retract_enter),
             Observation("end_scheduled_request", self._end_enter),
             Observation("cancel_requests", None, self._cancel_exit),
+            Observation("verify_draft", self._verify_enter),
         ]
 
     def _add_enter(self, role: str) -> Callable[[tuple[Any, ...], dict[str, Any]], str | None]:
@@ -72,6 +76,9 @@ class QueueObserver:
         if self._adds_again and rid in self._requests.requests:
             self._requests.preempted(rid, self._output_tokens(message))
             return rid
+        front_end = self._front_end(scheduler)
+        if front_end is not None and elsewhere is None:
+            self._calls.begin_here(message, front_end, rid, self._prompt_tokens(message))
         # Before the call, so that an end inside it (a rejected request) finds the request.
         self._requests.queued(rid, elsewhere=elsewhere)
         return rid
@@ -112,6 +119,11 @@ class QueueObserver:
         has_failed = reason is not None and self._engine.outcome(reason) is Outcome.FAILED
         problem = Outcome.FAILED.problem if has_failed else ""
         self._requests.finished(self._rid(req), self._output_tokens(req), reason, problem, monotonic_ns())
+
+    def _verify_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rid, drafted, accepted = (read(args, kwargs) for read in self._draft)
+        if drafted:
+            self._requests.drafted(rid, drafted, accepted)
 
     def _cancel_exit(self, token: None, reqs: Any, error: BaseException | None) -> None:
         """End requests whose callers are gone; most often there are none."""

@@ -92,8 +92,8 @@ class ServingObserver:
         self._each_output = reader("outputs.each")
         self._piece = reader("outputs.text")
         self._reason = reader("outputs.reason")
-        self._reason_text = reader("reason.text")
-        self._aborted_rid = reader("message.rid")
+        self._reason_text, self._problem = reader("reason.text"), reader("reason.problem")
+        self._aborted_rid, self._abort_reason = reader("message.rid"), reader("message.reason")
 
     def observations(self) -> list[Observation]:
         return [
@@ -300,7 +300,7 @@ class ServingObserver:
                 call.first_ns = monotonic_ns()
             if reason is not None:
                 del live[rid]
-                self._calls.end(call, self._reason_text(reason) or "unknown")
+                self._calls.end(call, self._reason_text(reason) or "unknown", self._problem(reason) or "")
 
     def _take_new(self, outputs: Any) -> None:
         live = self._calls.live
@@ -319,7 +319,8 @@ class ServingObserver:
                 self._calls.end(call, reason)
 
     def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._calls.abort(self._aborted_rid(self._aborted(args, kwargs)))
+        message = self._aborted(args, kwargs)
+        self._calls.abort(self._aborted_rid(message), self._problem(self._abort_reason(message)) or "")
         return args, kwargs
 
     def _abort_exit(self, token: Any, result: Any, error: BaseException | None) -> None:

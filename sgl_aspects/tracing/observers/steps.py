@@ -59,6 +59,7 @@ class StepObserver(native.StepPath):
         self._receiving = call("receive_messages", "scheduler")
         self._mode_and_reqs = engine.values_reader("batch", ("mode", "reqs"))
         self._mode_name = reader("mode.name") if engine.has("mode.name") else str
+        self._is_speculative = reader("mode.is_speculative")
         self._rid = reader("req.rid")
         self._num_tokens = reader("batch.num_tokens")
         self._prefills = reader("batch.prefills")
@@ -206,15 +207,15 @@ class StepObserver(native.StepPath):
     def _meet_mode(self, mode: Any) -> None:
         self.mode = mode
         self._mode_text = str(self._mode_name(mode))
-        self.decodes = self._mode_text == "decode"
+        self.decodes = self._mode_text == "decode" and not self._is_speculative(mode)
 
     def _launch_prompts(self, batch: Any, now: int) -> list[Chunk]:
         """Close the queue phase of the requests that a batch prefills."""
         chunks = []
         for req, tokens, is_last in self._prefills(batch) or ():
             request = self._requests.requests.get(self._rid(req))
-            if request is None or request.decodes:
-                continue  # not traced, or decoded in a batch with other requests' prompts
+            if request is None or request.decodes or request.problem:
+                continue  # not traced, decoded in a batch with others' prompts, or rejected: it has no answer
             self._requests.launched(request, now)
             chunks.append(Chunk(req, request, tokens, now, is_last))
         return chunks

@@ -4,6 +4,8 @@ once. The receiver checks the rule of phases on every request (tests/support/pha
 
 from __future__ import annotations
 
+import http.client
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -27,11 +29,16 @@ CHUNK, MEMORY = 32, 900
 #: Numbers of the requests: a long prompt alone; beside answers; answers that do not fit together; one that
 #: another displaces; those that a pause interrupts.
 LONG, BESIDE, MANY, DISPLACED, PAUSED = 1, range(10, 26), range(30, 35), (40, 41), range(50, 53)
+#: Answers of other interfaces, and a request whose grammar is none.
+RESPONSE, MESSAGE, UNGRAMMATICAL = 60, 61, 62
 
 
 @dataclass
 class Run:
     traces: dict[str, list[Span]]
+    #: The ids of the answers, and when the text of a streamed one began, in seconds.
+    ids: dict[int, str]
+    first_text: float
 
     def of(self, number: int) -> list[Span]:
         return sorted(self.traces[trace_id(number)], key=lambda span: span.start)
@@ -48,6 +55,25 @@ def generate(server: Server, number: int, words: int, tokens: int, **more: Any) 
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
     text = f"{number} " + "fox " * words
     server.post("/generate", {"text": text, "sampling_params": sampling, **more}, parent(number))
+
+
+def stream_response(server: Server, number: int) -> tuple[str, float]:
+    """Return the id of a streamed answer, and after how many seconds its text began."""
+    body = {"model": "mini", "input": "tell me", "max_output_tokens": 30, "stream": True, "temperature": 0}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    headers = {"content-type": "application/json", **parent(number)}
+    connection.request("POST", "/v1/responses", json.dumps(body), headers)
+    begun, found, first = time.monotonic(), "", 0.0
+    response = connection.getresponse()
+    assert response.status == 200
+    for line in response:
+        if line.startswith(b"data: {"):
+            event = json.loads(line[len(b"data: ") :])
+            found = found or event["response"]["id"]
+            if event["type"].endswith(".delta"):
+                first = first or time.monotonic() - begun
+    connection.close()
+    return found, first
 
 
 def drive(server: Server, receiver: Receiver) -> None:
@@ -80,10 +106,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         prefix = [sys.executable, "-m", "sgl_aspects", "run", "--level", "2"]
         prefix += ["--endpoint", receiver.endpoint, "--"]
         more = ["--chunked-prefill-size", str(CHUNK), "--enable-mixed-chunk"]
-        # It admits as many as may fit, and learns only later that they do not.
-        more += ["--max-total-tokens", str(MEMORY), "--schedule-conservativeness", "0.1"]
+        more += ["--max-total-tokens", str(MEMORY)]
         more += ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "2"]
-        environment = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
+        # SGLang preempts now and then as if there were no memory left.
+        forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "50"}
+        environment = {"OTEL_BSP_SCHEDULE_DELAY": "100", **forced}
         with serve(
             make_mini(folder / "mini"),
             folder / "log",
@@ -93,8 +120,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             without=("--max-total-tokens",),
         ) as server:
             drive(server, receiver)
-        receiver.wait_for(lambda spans: trace_id(PAUSED[-1]) in {span.trace_id for span in spans})
-        yield Run(by_trace(receiver.spans))
+            response_id, first_text = stream_response(server, RESPONSE)
+            whole = {"model": "mini", "max_tokens": 4, "messages": [{"role": "user", "content": "tell me"}]}
+            message_id = server.post("/v1/messages", whole, parent(MESSAGE))["id"]
+            bad = {"text": "x", "sampling_params": {"max_new_tokens": 4, "ebnf": "root ::= ((("}}
+            server.post("/generate", bad, parent(UNGRAMMATICAL), status=400)
+        receiver.wait_for(lambda spans: trace_id(UNGRAMMATICAL) in {span.trace_id for span in spans})
+        ids = {RESPONSE: response_id, MESSAGE: message_id}
+        yield Run(by_trace(receiver.spans), ids, first_text)
 
 
 def test_chunks_of_a_prompt_follow_each_other(run: Run) -> None:
@@ -108,9 +141,11 @@ def test_chunks_of_a_prompt_follow_each_other(run: Run) -> None:
 
 def test_a_request_that_decodes_in_a_batch_of_prompts_is_not_fed_again(run: Run) -> None:
     for number in BESIDE:
-        fed = [chunk.attributes["sgl_aspects.prefill.tokens"] for chunk in run.named(number, "prefill")]
+        first = run.named(number, "decode")[0].start
+        prefills = [chunk for chunk in run.named(number, "prefill") if chunk.start < first]
+        fed = sum(chunk.attributes["sgl_aspects.prefill.tokens"] for chunk in prefills)
         cached = run.root(number).attributes.get("gen_ai.usage.cache_read.input_tokens", 0)
-        assert sum(fed) + cached == run.root(number).attributes["gen_ai.usage.input_tokens"]
+        assert fed + cached == run.root(number).attributes["gen_ai.usage.input_tokens"]
 
 
 @pytest.mark.parametrize("numbers", [MANY, DISPLACED, PAUSED], ids=["memory", "priority", "pause"])
@@ -127,7 +162,30 @@ def test_an_interrupted_request_decodes_each_token_once(run: Run, numbers: tuple
     assert interrupted
 
 
+def test_a_priority_is_on_its_request(run: Run) -> None:
+    assert [run.root(number).attributes["sgl_aspects.priority"] for number in DISPLACED] == [1, 9]
+
+
 def test_a_paused_request_waits_in_the_queue(run: Run) -> None:
     for number in PAUSED:
         waits = [span.end - span.start for span in run.named(number, "queue")]
         assert max(waits) > 0.9e9
+
+
+@pytest.mark.parametrize("number", [RESPONSE, MESSAGE])
+def test_an_answers_id_is_the_one_that_its_client_got(run: Run, number: int) -> None:
+    assert run.root(number).attributes["gen_ai.response.id"] == run.ids[number]
+
+
+def test_a_streamed_response_begins_with_its_text(run: Run) -> None:
+    recorded = run.root(RESPONSE).attributes["gen_ai.latency.time_to_first_token"]
+    assert recorded == pytest.approx(run.first_text, abs=0.02)
+    assert recorded >= (run.named(RESPONSE, "decode")[0].start - run.root(RESPONSE).start) / 1e9
+
+
+def test_a_grammar_that_is_none_is_its_callers_mistake(run: Run) -> None:
+    root = run.root(UNGRAMMATICAL)
+    assert root.attributes["error.type"] == "BadRequestError"
+    assert root.attributes["http.response.status_code"] == 400
+    assert not root.is_error
+    assert {span.name for span in run.of(UNGRAMMATICAL)} <= {root.name, "tokenize", "queue", "detokenize"}

@@ -4,9 +4,13 @@ test-vllm).
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import urllib.request
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +22,7 @@ pytest.importorskip("vllm")
 
 from tests.support.callers import CALLER, by_trace, orphans, parent, trace_id
 from tests.support.otlp_receiver import Receiver, Span
-from tests.support.phases import engine_receiver
+from tests.support.phases import assert_whole, engine_receiver
 from tests.support.sglang_models import make_adapter, make_mini
 from tests.support.vllm_server import ENVIRONMENT, serve
 
@@ -210,3 +214,58 @@ def test_an_engine_without_a_server_has_requests(model: Path, tmp_path: Path) ->
     steps = receiver.named("scheduler.step")
     assert steps
     assert all(step.links for step in steps)
+
+
+def test_drafts_are_counted_as_the_engine_counts_them(model: Path, tmp_path: Path) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    with engine_receiver() as receiver:
+        options = ["--dtype", "float32", "--enforce-eager", "--speculative-config", json.dumps(config)]
+        with serve(model, tmp_path / "log", more=options, environment=traced(receiver)) as server:
+            body = {"model": "mini", "prompt": "a fox a fox a fox", "ignore_eos": True, "temperature": 0}
+            for number in range(3):
+                server.post("/v1/completions", {**body, "max_tokens": 300 + number}, parent(number))
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as response:
+                theirs = response.read().decode()
+            receiver.wait_for(lambda spans: trace_id(2) in {span.trace_id for span in spans})
+    counted = [
+        sum(span.attributes[f"sgl_aspects.speculation.{name}_tokens"] for span in receiver.named("decode"))
+        for name in ("drafted", "accepted")
+    ]
+    for name, ours in zip(("draft", "accepted"), counted):
+        (line,) = re.findall(
+            rf"^vllm:spec_decode_num_{name}_tokens_total\{{.*\}} (.*)$", theirs, re.MULTILINE
+        )
+        assert float(line) == ours
+    assert counted[0] > 0
+    assert counted[0] >= counted[1]
+    points = [receiver.points(f"sgl_aspects.speculation.{name}_tokens") for name in ("drafted", "accepted")]
+    assert [sum(point.value for point in found) for found in points] == counted
+    fed = [step.attributes["sgl_aspects.batch.tokens"] for step in receiver.named("scheduler.step")]
+    assert sum(fed) >= sum(counted)  # each draft was fed to the model
+
+
+FRONT_END = shutil.which("vllm-rs") or os.environ.get("VLLM_RUST_FRONTEND_PATH", "")
+
+
+@pytest.mark.skipif(not FRONT_END, reason="no vllm-rs here: it is in the CUDA wheel of the same version")
+def test_requests_of_a_front_end_in_rust_are_seen_by_the_engine_core(model: Path, tmp_path: Path) -> None:
+    count = 32
+    with engine_receiver() as receiver:
+        environment = {
+            **traced(receiver),
+            "VLLM_USE_RUST_FRONTEND": "1",
+            "VLLM_RUST_FRONTEND_PATH": FRONT_END,
+        }
+        options = ["--dtype", "float32", "--enforce-eager"]
+        with serve(model, tmp_path / "log", more=options, environment=environment) as server:
+            answers = server.chats([f"number {number}" for number in range(count)], [{}] * count)
+            long = {"model": "mini", "prompt": "the", "ignore_eos": True, "stream": True, "max_tokens": 900}
+            server.leave("/v1/completions", long, {})
+            receiver.wait_for(lambda spans: sum(is_root(span) for span in spans) == count + 1)
+    roots = sorted(filter(is_root, receiver.spans), key=lambda span: span.start)
+    assert_whole(roots[:count], answers, by_trace(receiver.spans))
+    assert roots[-1].attributes["error.type"] == "abort"
+
+
+def is_root(span: Span) -> bool:
+    return not span.parent_id and span.name == "text_completion mini"
