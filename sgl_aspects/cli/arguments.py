@@ -42,6 +42,17 @@ def writable_file(text: str) -> Path:
     return file
 
 
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the runs that a command reads."""
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        metavar="RUN",
+        help="files of the otlp-json-file exporter, or runs' folders, live or dead, of one or several hosts "
+        "(the only run there is)",
+    )
+
+
 @contextlib.contextmanager
 def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
     """Have errors in the block name flags. ``flags``: by the variable or field that a flag sets."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sgl_aspects.cli.arguments import share, writable_file
+from sgl_aspects.cli.arguments import add_runs, share, writable_file
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.files import private
 from sgl_aspects.terminal import counted, printable
@@ -22,13 +22,7 @@ _FORMATS = {"page": "report.html", "perfetto": "timeline.json"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "sources",
-        nargs="*",
-        metavar="RUN",
-        help="files of the otlp-json-file exporter, or runs' folders, live or dead, of one or several hosts "
-        "(the only run there is)",
-    )
+    add_runs(parser)
     parser.add_argument(
         "--format", choices=_FORMATS, default="page", help="perfetto: a timeline for ui.perfetto.dev"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from sgl_aspects.cli.arguments import add_runs
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import schema
 
@@ -11,12 +12,7 @@ _SHORT = {"tenant": schema.TENANT, "model": schema.REQUEST_MODEL}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "sources",
-        nargs="*",
-        metavar="RUN",
-        help="files of the otlp-json-file exporter, or runs' folders, live or dead (the only run there is)",
-    )
+    add_runs(parser)
     parser.add_argument(
         "--by", default="tenant", metavar="ATTRIBUTE", help="tenant, model, or an attribute of requests"
     )

@@ -6,6 +6,7 @@ import argparse
 import statistics
 from typing import TYPE_CHECKING
 
+from sgl_aspects.cli.arguments import add_runs
 from sgl_aspects.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,12 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REQUEST",
         help=f"the id of a request or of its trace, or how one begins; {_SLOWEST}: the one that took longest",
     )
-    parser.add_argument(
-        "sources",
-        nargs="*",
-        metavar="RUN",
-        help="files of the otlp-json-file exporter, or runs' folders, live or dead (the only run there is)",
-    )
+    add_runs(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -155,16 +155,17 @@ def _steps(seconds: Sequence[Second]) -> RenderableType:
 
 
 def _parts(seconds: Sequence[Second], width: int) -> Text:
-    totals = {part: sum(second.parts.get(part, 0.0) for second in seconds) for part in STEP_PARTS}
-    whole = sum(sum(times) for second in seconds for times in second.steps.values())
-    if not whole:
-        return Text("")
+    """Show each part's share of the steps in the seconds that recorded it: levels change meanwhile."""
     text = Text(no_wrap=True, overflow="ellipsis")
-    for part, total in totals.items():
-        if total:
-            text.append(f"{part.replace('_', ' ')} ", style="dim")
-            text.append(f"{min(1.0, total / whole):.0%} ", style="bold")
-            text.append("█" * max(1, round(total / whole * width / 3)) + "  ", style=STYLES[part])
+    for part in STEP_PARTS:
+        recorded = [second for second in seconds if part in second.parts]
+        whole = sum(sum(times) for second in recorded for times in second.steps.values())
+        if not whole:
+            continue
+        share = min(1.0, sum(second.parts[part] for second in recorded) / whole)
+        text.append(f"{part.replace('_', ' ')} ", style="dim")
+        text.append(f"{share:.0%} ", style="bold")
+        text.append("█" * max(1, round(share * width / 3)) + "  ", style=STYLES[part])
     return text
 
 

@@ -27,7 +27,7 @@ from sgl_aspects.tracing import context
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
 from sgl_aspects.tracing.schema import DECODE, QUEUE, REQUEST, STEP
-from sgl_aspects.view.live import LiveRun
+from sgl_aspects.view.live import LiveRun, Second
 from sgl_aspects.view.top_screen import screen, spark
 from tests.support import workers
 from tests.support.processes import command
@@ -111,6 +111,19 @@ def test_the_screen(live: LiveRun, width: int) -> None:
     assert re.search(r"decode +[\d.]+ +3 +20\.0 ms", text)
     if width >= 80:
         assert f"process {next(iter(live.controls()))} level 3 (+ forward)" in text
+
+
+def test_parts_of_steps_are_shares_of_the_seconds_that_recorded_them(live: LiveRun) -> None:
+    """A level that is turned up in the middle does not count the steps before."""
+    now = int(time.time())
+    live.seconds.clear()
+    for ago in range(4):
+        live.seconds[now - ago] = Second(
+            steps={"decode": [0.1] * 8}, parts={"forward": 0.6} if ago < 2 else {"schedule": 0.08}
+        )
+    text = shown(live, 140)
+    assert "forward 75%" in text
+    assert "schedule 10%" in text
 
 
 def test_a_short_terminal_shows_fewer_requests(live: LiveRun) -> None:
