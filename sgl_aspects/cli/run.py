@@ -190,12 +190,11 @@ def trace_environment(given: Mapping[str, str], arguments: argparse.Namespace, l
         named = environment.get("OTEL_METRICS_EXPORTER")
         environment["OTEL_METRICS_EXPORTER"] = ",".join(filter(None, [named, "prometheus"]))
     # A wrong setting is reported here, in one line, and not by each process of the program.
-    from sgl_aspects.tracing.export.prometheus_port import require_port
     from sgl_aspects.tracing.settings import TraceSettings
 
     typed = {name: f"--{flag}" for name, flag in _FLAGS.items() if getattr(arguments, flag) is not None}
     with naming_flags(typed), env.reading_from(environment):
         settings = TraceSettings.from_environment()
         if settings.level:
-            require_port(settings.checked())
+            settings.checked().require_port()
     return environment

@@ -17,7 +17,6 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.run.collector import CollectorProcess
 from sgl_aspects.run.folder import RunHold, hold_run, make_run_folder, remove_run_folder, seal_run
 from sgl_aspects.tracing.collect.summary import TraceSummary
-from sgl_aspects.tracing.export.prometheus_port import require_port
 from sgl_aspects.tracing.logs import correlate_logs
 from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.options import TraceOptions
@@ -217,7 +216,7 @@ class TraceSession:
 def _without_taken_port(settings: TraceSettings) -> TraceSettings:
     """Drop the Prometheus exporter if its port is in use, as by another program of the same command."""
     try:
-        require_port(settings)
+        settings.require_port()
     except ConfigError as error:
         logger.error("%s; this program's traces are recorded nonetheless", error)
         left = tuple(name for name in settings.metric_exporters if name != "prometheus")
@@ -263,7 +262,7 @@ def attach(
         prometheus=prometheus,
     )
     if settings.level:
-        require_port(settings)
+        settings.require_port()
     return _start(settings, environment)
 
 

@@ -43,6 +43,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -245,6 +246,27 @@ class TraceSettings:
             _require(self.protocol, f"OTLP over {self.protocol}")
             check_otlp("TRACES", self.protocol, self.endpoint)
         return replace(self, exporters=exporters, metric_exporters=metric_exporters)
+
+    def require_port(self) -> None:
+        """Raise ``ConfigError`` if the page for Prometheus cannot be served, before anything is started."""
+        if "prometheus" not in self.metric_exporters:
+            return
+        host, port = self.prometheus_host, self.prometheus_port
+        try:
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise self.port_error(error) from error
+
+    def port_error(self, error: OSError) -> ConfigError:
+        """Return the error of a port for Prometheus that cannot be used."""
+        return ConfigError(
+            f"metrics for Prometheus: port {self.prometheus_port} on {self.prometheus_host} cannot be used "
+            f"({error.strerror or error}): choose another with OTEL_EXPORTER_PROMETHEUS_PORT or "
+            "--prometheus PORT"
+        )
 
     def written(self) -> tuple[str, ...]:
         """Return the files that the exporters of spans write."""

@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
+from sgl_aspects.tracing.export.pipelines import Pipeline, close_all
 from sgl_aspects.tracing.export.span import ReadableExporter
-from sgl_aspects.tracing.export.span_exporters import Pipeline, close_all
 from tests.support.distributions import install
 from tests.support.otlp_receiver import spans_of
 from tests.support.processes import peak_megabytes

@@ -19,9 +19,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from sgl_aspects.run import keeper
 from sgl_aspects.tracing.collect.process import Collector
 from sgl_aspects.tracing.collect.run_reader import RunReader
-from sgl_aspects.tracing.export import span_exporters
-from sgl_aspects.tracing.export.span_exporters import Pipeline, close_all
-from sgl_aspects.tracing.export.thread_clock import ThreadClock
+from sgl_aspects.tracing.export import pipelines
+from sgl_aspects.tracing.export.pipelines import Pipeline, ThreadClock, close_all
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support import workers
 from tests.support.processes import wait_until
@@ -94,7 +93,7 @@ def test_an_exporter_without_a_processor_is_not_taken_for_one_that_hangs(
     monkeypatch: pytest.MonkeyPatch, busy_processor: int
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "1")
-    monkeypatch.setattr(span_exporters, "_PATIENCE_SECONDS", 0.4)
+    monkeypatch.setattr(pipelines, "_PATIENCE_SECONDS", 0.4)
     pipeline = Pipeline("starved", Starved(busy_processor))
     for number in range(2):
         pipeline.offer([collected(number + 2)])
@@ -111,7 +110,7 @@ def test_one_that_hangs_loses_its_spans_alone(monkeypatch: pytest.MonkeyPatch) -
             return SpanExportResult.SUCCESS
 
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "1")
-    monkeypatch.setattr(span_exporters, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(pipelines, "_PATIENCE_SECONDS", 0.2)
     pipeline = Pipeline("hanging", Hanging(0))
     pipeline.offer([collected(number + 2) for number in range(5)])  # returns
     close_all([pipeline], 0.2)

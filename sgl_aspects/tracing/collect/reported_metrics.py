@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
 
+from sgl_aspects import __version__
 from sgl_aspects.files import write_private
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.run_reader import RunReader
-from sgl_aspects.tracing.export.metric_readers import MetricsPipeline
-from sgl_aspects.tracing.export.metrics import DECODE, STEP, EngineMetrics
-from sgl_aspects.tracing.export.span_exporters import Pipeline
-
-__all__ = ["DECODE", "STEP", "CollectorMetrics"]
+from sgl_aspects.tracing.export.metrics import EngineMetrics
+from sgl_aspects.tracing.export.pipelines import Pipeline
 
 _REPORTED = "metrics.json"
 
@@ -31,15 +32,13 @@ class CollectorMetrics:
     """
 
     def __init__(self, folder: str, readers: Sequence[MetricReader], resource: Resource) -> None:
-        self._pipeline = MetricsPipeline(readers, resource)
+        self._readers = readers
+        provider = MeterProvider(readers, resource, shutdown_on_exit=False)
+        self.engine = EngineMetrics(provider.get_meter("sgl_aspects", __version__))
         self._reported = Path(folder, _REPORTED)
         self._before = self._last = 0
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
             self._before = self._last = int(json.loads(self._reported.read_text())["dropped"])
-
-    @property
-    def engine(self) -> EngineMetrics:
-        return self._pipeline.engine
 
     def watch(self, reader: RunReader, pipelines: Sequence[Pipeline]) -> None:
         """Count dropped, delivered and undelivered spans from now on."""
@@ -68,5 +67,15 @@ class CollectorMetrics:
         )
 
     def close(self, seconds: float) -> bool:
-        """Send the last figures within ``seconds``; False if that was too short."""
-        return self._pipeline.close(seconds)
+        """Send the last figures by all readers at once; False if one needs more than ``seconds``."""
+        deadline = time.monotonic() + seconds
+        most = max(1.0, seconds * 1000)
+        threads = [
+            threading.Thread(target=reader.shutdown, args=(most,), name="metrics", daemon=True)
+            for reader in self._readers
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)

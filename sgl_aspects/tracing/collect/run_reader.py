@@ -16,7 +16,7 @@ from sgl_aspects.tracing.record.codec import DamagedError
 from sgl_aspects.tracing.records import Record
 
 if TYPE_CHECKING:
-    from sgl_aspects.tracing.export.span_exporters import Pipeline
+    from sgl_aspects.tracing.export.pipelines import Pipeline
 
 _TICKS_NS = 100_000_000
 # Cap on open rings of ended processes: each takes up memory and a file descriptor.

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import collections
 import logging
-import sys
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from sgl_aspects import compat
-from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.export.failures import report_line
-from sgl_aspects.tracing.export.span import CollectedSpan, ReadableExporter
-from sgl_aspects.tracing.export.thread_clock import ThreadClock
-from sgl_aspects.tracing.settings import TraceSettings
+from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.variables import BatchSettings
 
 logger = logging.getLogger(__name__)
@@ -30,47 +27,39 @@ _ROOM_SECONDS = 0.01
 _MOST_LINKS = 16_384
 # Seconds after which the processes that wait for the end of a run log the reason.
 _SILENT_SECONDS = 1.0
+# Seconds counted at most between two calls of ``take``: the calling thread may have had no processor either.
+_LONGEST_SECONDS = 0.05
 
 
-def make_pipeline(name: str, settings: TraceSettings, *, append: bool = False) -> Pipeline:
-    """Make the exporter of that name and its pipeline; endpoint, headers and the rest are environment
-    variables.
+class ThreadClock:
+    """Counts the seconds in which a thread ran or slept, not those in which it waited for a processor.
 
-    ``append``: a file goes on after the output of the run's earlier collector.
+    It distinguishes an exporter that hangs from one that gets no processor.
+
+    Without Linux's ``/proc`` all seconds count.
     """
-    if name == "otlp":
-        from sgl_aspects.tracing.export.otlp import Rejections, span_exporter
 
-        rejections = Rejections("TRACES")
-        return Pipeline(name, span_exporter(settings.protocol, rejections), rejections.take)
-    return Pipeline(name, ReadableExporter(_make_exporter(name, settings, append=append)))
+    def __init__(self, thread: threading.Thread) -> None:
+        self._path = f"/proc/self/task/{thread.native_id}/stat"
+        self._moment = time.monotonic()
+        _, self._ran = self._look()
 
+    def take(self) -> float:
+        """Return the seconds since the last call; to be called often."""
+        now = time.monotonic()
+        is_runnable, ran = self._look()
+        counted = ran - self._ran if is_runnable else min(now - self._moment, _LONGEST_SECONDS)
+        self._moment, self._ran = now, ran
+        return counted
 
-def _make_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanExporter:
-    if name == "console":
-        return ConsoleSpanExporter(out=sys.stdout)
-    if name == "otlp-json-file":
-        from sgl_aspects.tracing.export.otlp_file import OtlpJsonFileExporter
-
+    def _look(self) -> tuple[bool, float]:
+        """Return whether the thread runs or waits for a processor, and the seconds for which it ran."""
         try:
-            append = append or settings.file in settings.begun
-            return OtlpJsonFileExporter(settings.file or "", append=append)
-        except OSError as error:
-            raise ConfigError(f"SGL_ASPECTS_TRACE_FILE={settings.file!r}: {error.strerror}") from error
-    if name == "perfetto":
-        from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
-
-        try:
-            append = append or settings.perfetto_file in settings.begun
-            return ChromeTraceExporter(settings.perfetto_file, append=append)
-        except OSError as error:
-            raise ConfigError(
-                f"SGL_ASPECTS_TRACE_PERFETTO_FILE={settings.perfetto_file!r}: {error.strerror}"
-            ) from error
-    from sgl_aspects.tracing.export.registered import make_registered
-
-    exporter: SpanExporter = make_registered("traces", name, ("export", "shutdown"))
-    return exporter
+            with open(self._path, "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:  # not Linux, or the thread has ended
+            return False, 0.0
+        return fields[0] == b"R", (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class NoExporter(SpanExporter):

@@ -1,0 +1,148 @@
+"""Exporters by their names: OpenTelemetry's own, ours for files, a page for Prometheus, and registered ones.
+
+Endpoints, headers and the rest are variables that the exporters read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.sdk.metrics.export import (
+    ConsoleMetricExporter,
+    MetricExporter,
+    MetricReader,
+    PeriodicExportingMetricReader,
+)
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SpanExporter
+
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
+from sgl_aspects.tracing.export.otlp_file import OtlpJsonFileExporter
+from sgl_aspects.tracing.export.pipelines import Pipeline
+from sgl_aspects.tracing.export.span import ReadableExporter
+from sgl_aspects.tracing.settings import installed_exporter
+
+if TYPE_CHECKING:
+    from sgl_aspects.tracing.settings import TraceSettings
+
+#: Seconds that a registered exporter may take to be made: the other exporters wait for it.
+_MAKING_SECONDS = 10.0
+
+
+def make_pipeline(name: str, settings: TraceSettings, *, append: bool = False) -> Pipeline:
+    """Make the exporter of spans of that name, and its pipeline.
+
+    ``append``: a file goes on after the output of the run's earlier collector.
+    """
+    if name == "otlp":
+        from sgl_aspects.tracing.export.otlp import Rejections, span_exporter
+
+        rejections = Rejections("TRACES")
+        return Pipeline(name, span_exporter(settings.protocol, rejections), rejections.take)
+    return Pipeline(name, ReadableExporter(_span_exporter(name, settings, append=append)))
+
+
+def _span_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanExporter:
+    if name == "console":
+        return ConsoleSpanExporter(out=sys.stdout)
+    if name == "otlp-json-file":
+        path, variable = settings.file or "", "SGL_ASPECTS_TRACE_FILE"
+    elif name == "perfetto":
+        path, variable = settings.perfetto_file, "SGL_ASPECTS_TRACE_PERFETTO_FILE"
+    else:
+        exporter: SpanExporter = _registered("traces", name, ("export", "shutdown"))
+        return exporter
+    make = OtlpJsonFileExporter if name == "otlp-json-file" else ChromeTraceExporter
+    try:
+        return make(path, append=append or path in settings.begun)
+    except OSError as error:
+        raise ConfigError(f"{variable}={path!r}: {error.strerror}") from error
+
+
+def make_reader(name: str, settings: TraceSettings) -> MetricReader:
+    """Make the reader of metrics of that name, which sends them every ``OTEL_METRIC_EXPORT_INTERVAL``."""
+    if name == "prometheus":
+        return _prometheus_reader(settings)
+    exporter: MetricExporter
+    if name == "console":
+        exporter = ConsoleMetricExporter(out=sys.stdout)
+    elif name == "otlp":
+        from sgl_aspects.tracing.export.otlp import Rejections, metric_exporter
+
+        exporter = metric_exporter(settings.metrics_protocol, Rejections("METRICS"))
+    else:
+        made = _registered("metrics", name, ("shutdown",))
+        if isinstance(made, MetricReader):
+            return made
+        exporter = made
+    return PeriodicExportingMetricReader(exporter)
+
+
+def _prometheus_reader(settings: TraceSettings) -> MetricReader:
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from prometheus_client import (
+        GC_COLLECTOR,
+        PLATFORM_COLLECTOR,
+        PROCESS_COLLECTOR,
+        REGISTRY,
+        start_http_server,
+    )
+
+    # These metrics describe this process, and would be taken for the engine's.
+    for own in (GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR):
+        with contextlib.suppress(KeyError):
+            REGISTRY.unregister(own)
+    try:
+        server, _ = start_http_server(settings.prometheus_port, settings.prometheus_host)
+    except OSError as error:
+        raise settings.port_error(error) from error
+
+    class Page(PrometheusMetricReader):
+        """Release the port before the end of the run is reported: the next run may need it at once."""
+
+        def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
+            super().shutdown(timeout_millis, **kwargs)
+            server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread
+            server.shutdown()
+            server.server_close()
+
+    page: MetricReader = Page()
+    return page
+
+
+def _registered(signal: str, name: str, methods: tuple[str, ...]) -> Any:
+    """Make the exporter of the entry point ``name``; ``signal``: traces or metrics.
+
+    :raises ConfigError: it is not installed, raises, takes too long, or lacks one of ``methods``.
+    """
+    point = installed_exporter(signal, name)
+    if point is None:
+        raise ConfigError(f"OTEL_{signal.upper()}_EXPORTER names {name!r}, which is no longer installed")
+    distribution = point.dist.name if point.dist is not None else "an unknown distribution"
+    exporter = f"the exporter {name!r} ({point.value} of {distribution})"
+    made: list[Any] = []
+    faults: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            made.append(point.load()())
+        except BaseException as error:  # noqa: BLE001  # sys.exit among them: reported below
+            faults.append(error)
+
+    maker = threading.Thread(target=make, name=f"make {name}", daemon=True)
+    maker.start()
+    maker.join(_MAKING_SECONDS)
+    if faults:
+        raise ConfigError(f"{exporter} cannot be made: {type(faults[0]).__name__}: {faults[0]}") from faults[
+            0
+        ]
+    if not made:
+        raise ConfigError(f"{exporter} was not made within {_MAKING_SECONDS:g} s")
+    lacking = [method for method in methods if not callable(getattr(made[0], method, None))]
+    if lacking:
+        raise ConfigError(f"{exporter} made {made[0]!r}, which has no {lacking[0]}()")
+    return made[0]
