@@ -151,7 +151,12 @@ function causes(request) {
   const { run } = request;
   const found = (run.causes[request.index] ?? []).filter(([, time]) => time > 0.001 * request.duration);
   if (!found.length) return null;
-  const name = ([index, time]) => `${run.byIndex.get(index)?.id ?? "a request"} (${duration(time)})`;
+  const culprit = ([index, time]) => {
+    const { id } = run.byIndex.get(index) ?? { id: "a request" };
+    const open = () => (location.hash = `request=${index}`);
+    const name = id.length > 16 ? `${id.slice(0, 8)}…` : id;
+    return [" ", el("button", { type: "button", class: "link", title: id, onclick: open }, name), ` (${duration(time)})`];
+  };
   return [
     el("h3", {}, "Why it took so long"),
     el(
@@ -160,7 +165,7 @@ function causes(request) {
       found.map(([cause, time, culprits]) => [
         el("dt", {}, cause),
         el("dd", { class: "number" }, `${duration(time)}, ${percent(time / Math.max(request.duration, 1))}`),
-        el("dd", { class: "muted" }, culprits.length ? `because of ${culprits.map(name).join(", ")}` : ""),
+        el("dd", { class: "muted" }, culprits.length ? ["because of", culprits.map(culprit)] : ""),
       ]),
     ),
   ];
