@@ -122,12 +122,7 @@ class ModuleWatcher:
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         for finder in [one for one in sys.meta_path if one is not self]:
-            spec: ModuleSpec | None = None
-            if hasattr(finder, "find_spec"):
-                spec = finder.find_spec(fullname, path, target)
-            elif hasattr(finder, "find_module") and sys.version_info < (3, 12):
-                loader = finder.find_module(fullname, path)
-                spec = None if loader is None else importlib.util.spec_from_loader(fullname, loader)
+            spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
             if spec is not None:
                 return spec
         return None
@@ -138,6 +133,7 @@ class ModuleWatcher:
 
     def _attach(self, spec: ModuleSpec, *, is_reload: bool = False) -> None:
         loader: Any = spec.loader
+        is_chained = compat.unchained(loader) is not loader
         if isinstance(loader, importlib.util.LazyLoader):
             # wrapt's loader would load the module.
             loader = spec.loader = compat.unchained(loader)
@@ -145,7 +141,7 @@ class ModuleWatcher:
             inner: Any = loader
             if not isinstance(inner.loader, _NotifyingLoader):
                 inner.loader = _NotifyingLoader(inner.loader, self._loaded)
-        elif not isinstance(loader, (_NotifyingLoader, type(None))) and compat.unchained(loader) is loader:
+        elif hasattr(loader, "exec_module") and type(loader) is not _NotifyingLoader and not is_chained:
             spec.loader = _NotifyingLoader(loader, self._loaded, is_reload)  # type: ignore[assignment]
 
 
@@ -175,16 +171,12 @@ class _NotifyingLoader:
             spec.loader = self._loader
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = self._loader
-        if hasattr(self._loader, "exec_module"):
-            try:
-                self._loader.exec_module(module)
-            except BaseException:
-                if self._is_reload:
-                    self._notify(name, module)
-                raise
-        else:  # a loader from before PEP 451: it creates and registers the module itself
-            sys.modules.pop(name, None)
-            self._loader.load_module(name)
+        try:
+            self._loader.exec_module(module)
+        except BaseException:
+            if self._is_reload:
+                self._notify(name, module)
+            raise
         self._notify(name, sys.modules.get(name, module))
 
 

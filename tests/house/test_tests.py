@@ -28,7 +28,7 @@ LONGER = {
     "tracing/test_otlp.py": 429,
     "weaving/test_classes.py": 696,
     "weaving/test_hooks.py": 689,
-    "weaving/test_importing.py": 908,
+    "weaving/test_importing.py": 854,
     "weaving/test_kinds.py": 1077,
     "weaving/test_rebinding.py": 793,
     "weaving/test_registry.py": 530,

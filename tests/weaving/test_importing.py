@@ -506,60 +506,6 @@ def test_frozen_and_builtin_modules() -> None:
             sys.modules.pop(name, None)
 
 
-class OnlyLoadModule:
-    """A loader from before PEP 451."""
-
-    def load_module(self, name: str) -> ModuleType:
-        module = sys.modules.setdefault(name, ModuleType(name))
-        module.__loader__ = self
-        exec("def f(): return []\nloaded_by = type(__loader__).__name__", module.__dict__)
-        return module
-
-
-class AncientFinder:
-    """Finds `ancient`, with a loader that can only load_module()."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "ancient":
-            return None
-        return importlib.machinery.ModuleSpec(name, OnlyLoadModule())  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 15), reason="Python 3.15 has no load_module()")
-def test_a_loader_that_lacks_exec_module() -> None:
-    finder: Any = AncientFinder()
-    sys.meta_path.insert(0, finder)
-    try:
-        with aspects.woven(mark("ancient:f")) as handle, warnings.catch_warnings():
-            warnings.simplefilter("ignore", ImportWarning)
-            ancient = importlib.import_module("ancient")
-            assert ancient is sys.modules["ancient"]
-            assert handle.states == (State.WOVEN,)
-            assert ancient.f() == ["hook"]
-            assert ancient.loaded_by == "OnlyLoadModule"
-        assert ancient.f() == []
-    finally:
-        sys.meta_path.remove(finder)
-        sys.modules.pop("ancient", None)
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 has no find_module()")
-def test_a_finder_that_lacks_find_spec() -> None:
-    class Prehistoric:
-        def find_module(self, name: str, path: Any = None) -> Any:
-            return OnlyLoadModule() if name == "ancient" else None
-
-    finder: Any = Prehistoric()
-    sys.meta_path.insert(0, finder)
-    try:
-        with aspects.woven(mark("ancient:f")), warnings.catch_warnings():
-            warnings.simplefilter("ignore", ImportWarning)
-            assert importlib.import_module("ancient").f() == ["hook"]
-    finally:
-        sys.meta_path.remove(finder)
-        sys.modules.pop("ancient", None)
-
-
 @pytest.mark.parametrize("first", ["wrapt", "ours"])
 def test_post_import_hooks_of_wrapt_on_the_same_module(engine: Engine, first: str) -> None:
     engine.write("mod.py", "def f(): return []\nloader = type(__spec__.loader).__name__\n")
