@@ -249,7 +249,8 @@ class Compiler:
     def __init__(self) -> None:
         self.compiling: Any = None
         self._unwatch: Callable[[], None] | None = None
-        self._changes: dict[tuple[int, str, str], int] = {}  # of functions that torch guards
+        # Of functions that torch guards: by module, since another one may get its id.
+        self._changes: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
     def notice(self, points: Iterable[Any]) -> None:
         """Look whether they have been loaded; ``points``: all join points, read again by then."""
@@ -281,8 +282,9 @@ class Compiler:
             if is_class(point.inner) or not is_module(point.place.owner):
                 stale.append(point.inner)
             else:
-                changes = self._changes[point.place.key] = self._changes.get(point.place.key, 0) + 1
-                if changes % _MOST_RECOMPILED == 0:
+                changes = self._changes.setdefault(point.place.owner, {})
+                changes[point.place.name] = changes.get(point.place.name, 0) + 1
+                if changes[point.place.name] % _MOST_RECOMPILED == 0:
                     stale.append(point.inner)
         compat.forget_compiled(stale)
 
