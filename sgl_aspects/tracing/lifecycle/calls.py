@@ -83,6 +83,8 @@ class Call:
     latest: tuple[Any, int] | None = None
     tokens: tuple[int | None, int | None, int | None] | None = None
     reason: str | None = None
+    #: The engine's error, if it rejected the request.
+    problem: str = ""
     has_ended: bool = False
     #: Of all its detokenize calls: span id, start, end, total time and number.
     detokenize: list[int] = field(default_factory=list)
@@ -328,7 +330,7 @@ class CallTracker:
 
     def end(self, call: Call, reason: str | None, problem: str = "") -> None:
         """Note the last output, or that there will be none. ``problem``: an exception's type."""
-        call.reason = reason
+        call.reason, call.problem = reason, problem
         if call.of is not None:
             self.record(call, problem)
             call = call.of
@@ -355,7 +357,7 @@ class CallTracker:
             exchange.at_end.append(partial(self._end_streamed, call, exchange))
             return
         if call.reason is not None or (call.is_group and (is_closed or not call.answers_left)):
-            problem = ""  # the answer is complete
+            problem = call.problem  # the answer is complete
         self.fail(call, problem)
 
     def fail(self, call: Call, problem: str) -> None:

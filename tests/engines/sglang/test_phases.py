@@ -26,8 +26,8 @@ from tests.support.sglang_server import Server, serve
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 CHUNK, MEMORY = 32, 900
-#: Numbers of the requests: a long prompt alone; beside answers; answers that do not fit together; one that
-#: another displaces; those that a pause interrupts.
+#: Numbers of the requests: a long prompt alone; beside answers; answers that are preempted; two of different
+#: priority; those that a pause interrupts.
 LONG, BESIDE, MANY, DISPLACED, PAUSED = 1, range(10, 26), range(30, 35), (40, 41), range(50, 53)
 #: Answers of other interfaces, and a request whose grammar is none.
 RESPONSE, MESSAGE, UNGRAMMATICAL = 60, 61, 62
@@ -148,7 +148,7 @@ def test_a_request_that_decodes_in_a_batch_of_prompts_is_not_fed_again(run: Run)
         assert fed + cached == run.root(number).attributes["gen_ai.usage.input_tokens"]
 
 
-@pytest.mark.parametrize("numbers", [MANY, DISPLACED, PAUSED], ids=["memory", "priority", "pause"])
+@pytest.mark.parametrize("numbers", [MANY, PAUSED], ids=["memory", "pause"])
 def test_an_interrupted_request_decodes_each_token_once(run: Run, numbers: tuple[int, ...]) -> None:
     interrupted = []
     for number in numbers:
