@@ -183,6 +183,7 @@ def test_damaged_files(good: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_damaged_files_by_the_thousand(good: bytes, tmp_path: Path) -> None:
     assert fuzz(good, tmp_path / "run", iter(range(1000, 2000))) > 333 * GOOD
 
