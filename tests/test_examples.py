@@ -43,6 +43,7 @@ def test_none_is_forgotten() -> None:
         "test_with_aspects.py",
         "trace_sglang.sh",
         "vendor_platform",
+        "kubernetes",  # test_kubernetes.py
     }
 
 
