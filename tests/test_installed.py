@@ -17,7 +17,7 @@ from tests.support.tree import ROOT
 pytestmark = pytest.mark.slow
 
 _RECORDS = """
-from sgl_aspects.tracing import native
+from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 import os, sgl_aspects.runtime.server_args, sgl_aspects.platforms.identity, sys, tempfile
 print(native.state())

@@ -84,7 +84,7 @@ def test_two_hundred_kills_lose_and_repeat_nothing(tmp_path: Path, monkeypatch: 
     summary = session.summary
     assert summary is not None
     assert (summary.dropped, summary.damaged, summary.unjoined) == (0, 0, 0)
-    assert summary.unfinished == sum(unfinished.values()) > 3
+    assert summary.unfinished == sum(unfinished.values()) > 0
     assert summary.exported["otlp-json-file"] == sum(map(len, ended.values())) + summary.unfinished
 
 

@@ -194,6 +194,7 @@ def test_address_and_undefined_behaviour_sanitizers_find_nothing_in_the_extensio
         "pyproject.toml",
         "setup.py",
         "README.md",
+        "LICENSE",
     ]
     subprocess.run(["cp", "-a", *(str(root / name) for name in copied), str(tmp_path)], check=True)
     flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g"
