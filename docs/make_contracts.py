@@ -1,4 +1,4 @@
-"""Writes the tables of docs/platforms.md: the classes that a platform names, as the code declares them.
+"""Makes docs/contracts/README.md: the classes that a platform names, as the code declares them.
 
 python docs/make_contracts.py
 """
@@ -30,9 +30,12 @@ from sgl_aspects.runtime.kv_cache import MHATokenPool, NSATokenPool, PagedAlloca
 from sgl_aspects.runtime.ops.quantization import LinearMethod, QuantizationConfig
 from sgl_aspects.runtime.server_args import ServerArgs
 
-PAGE = Path(__file__).parent / "platforms.md"
-BEGIN = "<!-- made by docs/make_contracts.py from the code -->"
-END = "<!-- end of what docs/make_contracts.py made -->"
+PAGE = Path(__file__).parent / "contracts" / "README.md"
+HEAD = """# Contracts
+
+The classes that [a platform](../platforms.md) names, as the code declares them. `docs/make_contracts.py`
+makes this page.
+"""
 BOTH, EMBEDDED, SGLANG = "both engines", "the embedded engine", "SGLang"
 #: The methods of SRTPlatform that only SGLang calls.
 ONLY_SGLANG = re.compile("speculative|full_graph|piecewise|mamba|support_device_graph")
@@ -59,7 +62,7 @@ allocator where `--page-size` is more than 1.
 
 
 def tables() -> str:
-    """Return the generated part of the page."""
+    """Return a section for each class."""
     parts = [
         _table("Attention backend", "get_attention_backends", BOTH, AttentionBackend, made="model_runner"),
         RUNNER,
@@ -113,7 +116,7 @@ def tables() -> str:
         f"`ClockEvent` (`sgl_aspects.platforms`): {_first(ClockEvent)}\n",
         _table("Graph", "create_graph", EMBEDDED, DeviceGraph, made=None),
         _platform(),
-        "### MMPlatform\n\nCalled by SGLang's engine for images and video.\n",
+        "## MMPlatform\n\nCalled by SGLang's engine for images and video.\n",
         _rows(
             MMPlatform,
             "get_attn_backend_cls_str get_available_attn_backends optimize_vae is_amp_supported "
@@ -131,7 +134,7 @@ def tables() -> str:
 
 def _table(title: str, factory: str, engine: str, cls: type, names: str = "", *, made: str | None) -> str:
     head = f"`{factory}` returns one" if made is None else f"`{factory}` names it;\nmade as `Class({made})`"
-    return f"### {title}\n\n{head}. Used by {engine}.\n\n{_rows(cls, names)}"
+    return f"## {title}\n\n{head}. Used by {engine}.\n\n{_rows(cls, names)}"
 
 
 def _rows(cls: type, names: str) -> str:
@@ -191,7 +194,7 @@ def _pool_arguments() -> str:
 
 
 def _platform() -> str:
-    lines = ["### Platform methods\n", "| method | what it does | called by |", "| --- | --- | --- |"]
+    lines = ["## Platform methods\n", "| method | what it does | called by |", "| --- | --- | --- |"]
     for name, method in vars(SRTPlatform).items():
         if inspect.isfunction(method) and not name.startswith("_"):
             engine = SGLANG if ONLY_SGLANG.search(name) else BOTH
@@ -206,15 +209,13 @@ def _fields(title: str, cls: type[Any], after: str) -> str:
         for field in dataclasses.fields(cls)
     ]
     text = textwrap.fill(", ".join(named) + after, 120, break_long_words=False, break_on_hyphens=False)
-    return f"### {title}\n\n{text}\n"
+    return f"## {title}\n\n{text}\n"
 
 
-def page(text: str) -> str:
-    """Return the page with its generated part as the code is now."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+def page() -> str:
+    """Return the page as the code is now."""
+    return f"{HEAD}\n{tables()}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    PAGE.write_text(page())
