@@ -230,8 +230,8 @@ class Collector:
             if began := writer.detaching_ns:
                 self._joiner.detaching(began)
         for writer, records in read:
-            self._measure(writer, records)
             self._joiner.add(writer, *records)
+            self._measure(writer, records)  # afterwards: the trace of a request is known then
         for writer in self._reader.take_ended():
             self._joiner.writer_gone(writer)
             if self._metrics is not None:
