@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -70,11 +71,15 @@ def stream(server: Server, number: int, tokens: int = 300) -> str:
 
 
 def spans(folder: Path) -> dict[str, Span]:
-    """The spans of the file by id. A span that is in it twice is the same twice."""
+    """The spans of the file by id. A span that is in it twice is the same twice.
+
+    But for its resource: the first collector may not have known the served model yet.
+    """
     found: dict[str, Span] = {}
     for message in read_file(folder / "traces.jsonl"):
         for span in spans_of(message):
-            assert found.setdefault(span.span_id, span) == span
+            before = found.setdefault(span.span_id, span)
+            assert replace(span, resource=before.resource) == before
     return found
 
 
