@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
@@ -21,6 +22,15 @@ _PLAIN = (bool, int, float, str)
 
 Reader = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 SpanOf = Callable[[Any], "OpenSpan | None"]
+
+
+class _Recording(threading.local):
+    """Whether this thread writes a span: what the recorder itself calls (`json.dumps`) has none."""
+
+    is_active = False
+
+
+_recording = _Recording()
 
 
 def _no_span(rid: Any) -> None:
@@ -79,7 +89,7 @@ class TracedFunction:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = self._recorder
-        if recorder.level < self._level:
+        if recorder.level < self._level or _recording.is_active:
             return None
         outer, is_current = innermost(), not self._is_generator
         if outer is None:
@@ -93,7 +103,11 @@ class TracedFunction:
             if not in_sample(span_id, recorder.sample):
                 return None
             root_id = span_id
-            recorder.announce(self._type, span_id, root_id, 0, start_ns)
+            _recording.is_active = True
+            try:
+                recorder.announce(self._type, span_id, root_id, 0, start_ns)
+            finally:
+                _recording.is_active = False
         opened = None
         if is_current:
             trace = None if outer is None else outer.trace
@@ -110,7 +124,11 @@ class TracedFunction:
         values = [_plain(read(args, kwargs, result)) for read in self._readers]
         if self._is_generator and isinstance(error, GeneratorExit):
             error = None  # closed by its consumer
-        self._write(span_id, root_id, parent_id, start_ns, end_ns, values, error_type(error))
+        _recording.is_active = True
+        try:
+            self._write(span_id, root_id, parent_id, start_ns, end_ns, values, error_type(error))
+        finally:
+            _recording.is_active = False
 
 
 def _reader(function: Callable[..., Any], path: tuple[str, ...]) -> Reader:
