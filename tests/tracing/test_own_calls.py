@@ -1,4 +1,4 @@
-"""Functions that the recorder calls itself can be traced: its own calls leave no spans, and do not recurse."""
+"""Functions that the recorder calls itself can be traced: its own calls leave no spans."""
 
 from __future__ import annotations
 
