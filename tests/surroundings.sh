@@ -78,10 +78,11 @@ user() {
 	if is_root; then
 		find "$folder" "$scratch/home" ! -type f -exec chown -h 65534:65534 {} +
 		find "$folder" -path "$folder/.venv" -prune -o -type f -exec chown 65534:65534 {} +
-		# Installed with umask 077: copies of the user's own, since the files are links to this checkout's.
-		find "$folder/.venv" -type f ! -perm -o=r -exec sh -c \
-			'for file; do cp "$file" "$file.own" && chmod --reference="$file" "$file.own" &&
-				chown 65534:65534 "$file.own" && mv -f "$file.own" "$file"; done' sh {} +
+		# Installed with umask 077: a copy of the user's own, since the files are links to this checkout's.
+		if [[ -n $(find "$folder/.venv" -type f ! -perm -o=r -print -quit) ]]; then
+			cp -a "$folder/.venv" "$folder/.own" && rm -rf "$folder/.venv" && mv "$folder/.own" "$folder/.venv"
+			chown -R -h 65534:65534 "$folder/.venv"
+		fi
 	fi
 	chmod 700 "$folder" "$scratch/home"
 	if unshare --mount mount -t tmpfs -o size=64m tmpfs /dev/shm 2>/dev/null; then
