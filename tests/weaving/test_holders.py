@@ -13,33 +13,14 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
-from tests.support.woven_modules import advice, around, hooked, module_of, no_hook_is_left
+from tests.support.woven_modules import METHODS, advice, around, hooked, module_of, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
-
-SOURCE = """
-import functools
-def f(x=0, *, y=1): return ('f', x, y)
-def g(): return 'g'
-@functools.cache
-def cached(): return 'cached'
-class A:
-    def m(self): return 'm'
-    @functools.cached_property
-    def lazy(self): return 'lazy'
-    @functools.singledispatchmethod
-    def dispatched(self, x): return 'dispatched'
-class Sub(A): pass
-class Other(A):
-    @functools.cached_property
-    def lazy(self): return 'other'
-class Diamond(Sub, Other): pass
-"""
 
 
 @pytest.fixture
 def engine() -> Iterator[Any]:
-    with module_of(SOURCE) as module:
+    with module_of(METHODS) as module:
         yield module
 
 

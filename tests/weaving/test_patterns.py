@@ -11,7 +11,16 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
-from tests.support.woven_modules import Watch, advice, around, hooked, module_of, no_hook_is_left, stored
+from tests.support.woven_modules import (
+    METHODS,
+    Watch,
+    advice,
+    around,
+    hooked,
+    module_of,
+    no_hook_is_left,
+    stored,
+)
 
 __all__ = ["no_hook_is_left"]
 
@@ -192,26 +201,6 @@ def test_later_subclasses_are_taken_at_once(odd: Any, how: str) -> None:
     assert [sub().run() for sub in subs] == ["sub", "sub"]
     assert dict(vars(odd.Base)) == before
     assert type("After", (odd.Base,), {"run": lambda self: "after"})().run() == "after"
-
-
-METHODS = """
-import functools
-def f(x=0, *, y=1): return ('f', x, y)
-def g(): return 'g'
-@functools.cache
-def cached(): return 'cached'
-class A:
-    def m(self): return 'm'
-    @functools.cached_property
-    def lazy(self): return 'lazy'
-    @functools.singledispatchmethod
-    def dispatched(self, x): return 'dispatched'
-class Sub(A): pass
-class Other(A):
-    @functools.cached_property
-    def lazy(self): return 'other'
-class Diamond(Sub, Other): pass
-"""
 
 
 @pytest.fixture

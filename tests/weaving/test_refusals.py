@@ -17,75 +17,14 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import HookRegistry, HookType, State
 from sgl_aspects.errors import HookError
-from tests.support.woven_modules import advice, around, hooked, module_of, no_hook_is_left
+from tests.support.woven_modules import ODD_DESCRIPTORS, advice, around, hooked, module_of, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
-
-SOURCE = """
-import functools
-class cached_property(property):  # with a constructor of its own, as werkzeug's
-    def __init__(self, fget, name=None, doc=None):
-        super().__init__(fget, doc=doc)
-        self.__name__ = name or fget.__name__
-        self.slot = "_cache_" + self.__name__
-    def __get__(self, instance, owner=None):
-        if instance is None: return self
-        if self.slot not in vars(instance): vars(instance)[self.slot] = self.fget(instance)
-        return vars(instance)[self.slot]
-class tagged(classmethod):
-    def __init__(self, tag, function):
-        super().__init__(function)
-        self.tag = tag
-class slotted(staticmethod):
-    __slots__ = ("tag",)
-    def __init__(self, tag, function):
-        super().__init__(function)
-        self.tag = tag
-class lazily(functools.cached_property):
-    def __init__(self, function, unit):
-        super().__init__(function)
-        self.unit = unit
-class Refusing(property):
-    def __new__(cls, fget): return super().__new__(cls)
-    def __init__(self, fget): super().__init__(fget)
-    def __setattr__(self, name, value):
-        if armed: raise RuntimeError("hands off")
-        super().__setattr__(name, value)
-armed = False
-class Binder:  # no __call__, binds a callable
-    def __init__(self, function): self.function = function
-    def __get__(self, instance, owner=None):
-        return functools.partial(self.function, owner if instance is None else instance)
-class Raising:
-    def __get__(self, instance, owner=None): raise RuntimeError("not now")
-class Meta(type):
-    def __getattribute__(cls, name): raise RuntimeError("not readable")
-class Guarded(metaclass=Meta):
-    def m(self): return "guarded"
-class Forbidding(type):
-    def __setattr__(cls, name, value): raise RuntimeError("no")
-class Closed(metaclass=Forbidding):
-    def m(self): return "closed"
-class A:
-    @cached_property
-    def cached(self): "Documented."; return ["cached"]
-    def _class(cls, x=1): return (cls.__name__, x)
-    made = tagged("tag", _class)
-    static = slotted("slot", lambda x=1: ("static", x))
-    lazy = lazily(lambda self: ["lazy"], "ms")
-    refusing = Refusing(lambda self: "refusing")
-    bound = Binder(lambda subject, x=1: (getattr(subject, "__name__", "instance"), x))
-    raising = Raising()
-    def m(self): return "m"
-lazily.__set_name__(vars(A)["lazy"], A, "lazy")
-def f(x=0): return ("f", x)
-armed = True
-"""
 
 
 @pytest.fixture
 def engine() -> Iterator[Any]:
-    with module_of(SOURCE) as module:
+    with module_of(ODD_DESCRIPTORS) as module:
         yield module
 
 
