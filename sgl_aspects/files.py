@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import tempfile
 from pathlib import Path
+
+_SMALL = 4096
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -32,6 +36,17 @@ def private(path: str, flags: int) -> int:
 def unfollowed(path: str, flags: int) -> int:
     """Open a file in a folder of any user: no link is followed, no pipe waited for. Also an ``opener``."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+def read_small(path: Path) -> bytes:
+    """Read the beginning of a file in a folder of any user: 4 KiB at most, of a file that is not a link.
+
+    :raises OSError: there is no such file, or it cannot be read.
+    """
+    with open(path, "rb", opener=unfollowed) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a file", str(path))
+        return file.read(_SMALL)
 
 
 class OwnDescriptor:

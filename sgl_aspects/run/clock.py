@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from time import monotonic_ns, time_ns
 
-from sgl_aspects.files import write_private
+from sgl_aspects.files import read_small, write_private
 
 _FILE = "clock"
 _READINGS = 8
@@ -35,7 +35,7 @@ def begin(folder: str) -> None:
 def offset_of(folder: str | Path) -> int:
     """Return the offset of the run in this folder; the present one if the folder has none."""
     try:
-        return int(Path(folder, _FILE).read_bytes())
+        return int(read_small(Path(folder, _FILE)))
     except (OSError, ValueError):
         return unix_offset()
 

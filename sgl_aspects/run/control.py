@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_aspects.files import unfollowed, write_private
+from sgl_aspects.files import read_small, unfollowed, write_private
 
 #: Where a ring has its control block, and the number there that keeps every request.
 OFFSET = 256
@@ -99,6 +99,6 @@ def _own_folder(folder: Path) -> Iterator[int]:
 def run_control(folder: str) -> Control | None:
     """Read what ``write_run_control`` wrote; None if nothing was changed or it is not readable."""
     try:
-        return Control.unpack(Path(folder, _FILE).read_bytes())
+        return Control.unpack(read_small(Path(folder, _FILE)))
     except (OSError, struct.error):
         return None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.files import OwnDescriptor, write_private
+from sgl_aspects.files import OwnDescriptor, read_small, write_private
 from sgl_aspects.run import clock
 
 CLOSING = "closing"
@@ -86,8 +86,8 @@ def end_weaving(folder: Path) -> None:
 def woven_ns(folder: Path) -> float:
     """Return when the last process was woven: infinity while they are being woven, 0 if they never were."""
     try:
-        return float((folder / _WOVEN).read_bytes() or "inf")
-    except FileNotFoundError:
+        return float(read_small(folder / _WOVEN) or "inf")
+    except (OSError, ValueError):
         return 0.0
 
 

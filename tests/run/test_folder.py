@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from sgl_aspects.run import clock
 from sgl_aspects.run.collector import (
     collector_state,
     forget_collector_settings,
     keep_collector_settings,
     take_run,
 )
+from sgl_aspects.run.control import run_control
 from sgl_aspects.run.dead_runs import STAYING, remove_dead_runs
-from sgl_aspects.run.folder import hold_run, make_run_folder, remove_run_folder
+from sgl_aspects.run.folder import hold_run, make_run_folder, remove_run_folder, woven_ns
 from tests.support.processes import is_running
 
 
@@ -100,3 +102,17 @@ def test_other_runs_are_left_alone(tmp_path: Path, why: str) -> None:
     if held is not None:
         held.close()
     remove_run_folder(str(oldest))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["clock", "control", "woven"])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_runs_small_files_are_neither_waited_for_nor_followed(tmp_path: Path, name: str, kind: str) -> None:
+    """`sgl-aspects top` reads them, also as root of another user's run."""
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    assert abs(clock.unix_ns(tmp_path) - time.time_ns()) < 10**10
+    assert run_control(str(tmp_path)) is None
+    assert woven_ns(tmp_path) == 0.0
