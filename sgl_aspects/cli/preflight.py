@@ -7,10 +7,8 @@ import ctypes
 import importlib.metadata
 import os
 import resource
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from sgl_aspects.attach.permissions import may_trace
 from sgl_aspects.cli.run import add_trace_arguments, trace_environment
@@ -19,11 +17,10 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.terminal import printable
 from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.settings import TraceSettings
+from sgl_aspects.tracing.variables import unreachable
 
 _RING = 8 << 20  # bytes of a process's ring
 _PROCESSES = 16  # of an engine on one machine, generously
-_SECONDS = 2.0
-_PORTS = {"grpc": 4317, "http/protobuf": 4318}
 _UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 _LEVEL = "1"
 
@@ -69,19 +66,15 @@ def _settings_check(arguments: argparse.Namespace) -> Check:
         return Check("backend", "a setting cannot work", str(error))
     if "otlp" not in settings.exporters:
         return Check("backend", f"none; exporters: {', '.join(settings.exporters) or 'none'}")
-    port = _PORTS[settings.protocol]
-    address = urlsplit(settings.endpoint or f"http://localhost:{port}")
-    where = (address.hostname or "", address.port or (443 if address.scheme == "https" else port))
-    found = f"{where[0]}:{where[1]} over {settings.protocol}"
-    try:
-        socket.create_connection(where, _SECONDS).close()
-    except OSError as error:
-        return Check(
-            "backend",
-            f"{found} cannot be reached: {error.strerror or error}",
-            "spans are kept for a while, then lost and counted: name one with --endpoint, or use --file",
-        )
-    return Check("backend", found)
+    found = f"{settings.otlp_endpoint()} over {settings.protocol}"
+    problem = unreachable(settings.otlp_endpoint())
+    if problem is None:
+        return Check("backend", found)
+    return Check(
+        "backend",
+        f"{found} cannot be reached: {problem.strerror or problem}",
+        "spans are kept for a while, then lost and counted: name one with --endpoint, or use --file",
+    )
 
 
 def _step_path() -> Check:

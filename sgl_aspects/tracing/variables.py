@@ -163,19 +163,23 @@ def check_otlp(signal: str, protocol: str, endpoint: str | None) -> None:
     _check_certificates(signal)
 
 
-def refuses_connections(endpoint: str) -> bool:
-    """Return whether nothing listens at the endpoint; False where a proxy is used or an answer is slow."""
+def unreachable(endpoint: str) -> OSError | None:
+    """Return why nothing can be reached at the endpoint; None where something listens, or a proxy is used."""
     parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
     try:
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-        if getproxies() and not proxy_bypass(host):
-            return False
-        with socket.create_connection((host, port), _PROBE_SECONDS):
-            return False
-    except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError):
-        return False
+        if not getproxies() or proxy_bypass(host):
+            socket.create_connection((host, port), _PROBE_SECONDS).close()
+    except OSError as error:
+        return error
+    except ValueError:
+        pass  # a port that is none: reported with the settings
+    return None
+
+
+def refuses_connections(endpoint: str) -> bool:
+    """Return whether nothing listens at the endpoint; False where a proxy is used or an answer is slow."""
+    return isinstance(unreachable(endpoint), ConnectionRefusedError)
 
 
 def secrets() -> list[str]:
