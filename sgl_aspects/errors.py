@@ -5,7 +5,7 @@
     ├── HookError (TypeError)               a hook that cannot work on its target
     ├── MissingTargetError (LookupError)    the module is there, the attribute is not
     ├── ConfigError (ValueError)            a setting, file or environment variable that is wrong
-    ├── AttachError (RuntimeError)          a running process that cannot be attached to or detached
+    ├── AttachError (RuntimeError)          a running process that cannot be asked, attached to or detached
     ├── PlatformError (RuntimeError)        no platform, several, or one that fails
     │   └── PlatformTypeError (TypeError)   what a platform plugin names is not a platform class
     ├── OperatorError (RuntimeError)        an operator that cannot be registered, chosen or run
@@ -58,7 +58,7 @@ class ConfigError(AspectsError, ValueError):
 
 
 class AttachError(AspectsError, RuntimeError):
-    """Raised when a running process cannot be attached to; names the setting and the command that help."""
+    """Raised when a running process cannot be asked or attached to; names what helps."""
 
 
 class PlatformError(AspectsError, RuntimeError):

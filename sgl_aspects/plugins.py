@@ -62,6 +62,7 @@ def load_plugins(*, compatible: bool = False) -> None:
             for plugin, distribution in _selected(groups):
                 _run(plugin, distribution)
             if is_first:
+                _take_requests()
                 _register_declared_hooks()
             HookRegistry.apply_hooks()
         except AspectsError as error:
@@ -105,6 +106,14 @@ def _register_declared_hooks() -> None:
             order=declared.order,
             required=declared.required,
         )
+
+
+def _take_requests() -> None:
+    if env.text("SGL_ASPECTS_OP_CONTROL") is None:
+        return
+    from sgl_aspects.run import requests
+
+    requests.prepare_from_environment()
 
 
 def _write_report() -> None:

@@ -15,7 +15,7 @@ from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run.collector import collector_state, how_to_start
 from sgl_aspects.run.folder import make_run_folder, remove_run_folder
-from sgl_aspects.runtime.dispatch.live import folder_of_environment, prepare_folder
+from sgl_aspects.run.requests import prepare_from_environment
 from sgl_aspects.tracing import attach
 from tests.support.other_user import NOBODY, Shared, shared_folders
 from tests.support.sessions import begin
@@ -103,26 +103,29 @@ def test_root_collects_no_run_of_another_user(ring: Path, folders: Shared) -> No
     assert ring.exists()
 
 
-def test_root_removes_no_states_behind_a_link_of_another_users(
+def test_root_asks_no_processes_behind_a_link_of_another_users(
     folders: Shared, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The default folder has a known name in /dev/shm."""
-    state = folders.ours / f"{2**40}.json"
-    state.write_text("{}")
-    link = folders.theirs / "sgl-aspects-operators-0"
+    block = folders.ours / f"{2**40}"
+    block.touch()
+    link = folders.theirs / "sgl-aspects-prepared-0"
     link.symlink_to(folders.ours)
     give_away(folders.theirs)
     assert main(["ops", "--live", "--control", str(link)]) == 2
     assert "is not a folder of yours" in capsys.readouterr().err
-    assert state.exists()
+    assert block.exists()
 
 
-def test_a_folder_of_operators_is_not_a_link_of_another_users(folders: Shared) -> None:
-    link = folders.theirs / "sgl-aspects-operators-0"
+def test_no_process_takes_requests_from_a_link_of_another_users(
+    folders: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = folders.theirs / "sgl-aspects-prepared-0"
     link.symlink_to(folders.ours)
     os.lchown(link, NOBODY, NOBODY)
-    with pytest.raises(ConfigError, match="is not a folder of yours"):
-        prepare_folder(link)
+    monkeypatch.setenv("SGL_ASPECTS_OP_CONTROL", str(link))
+    with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}, with mode l"):
+        prepare_from_environment()
 
 
 def test_another_users_runtime_folder_is_not_used(
@@ -133,6 +136,5 @@ def test_another_users_runtime_folder_is_not_used(
     folder = make_run_folder()
     try:
         assert folders.theirs not in Path(folder).parents
-        assert folders.theirs not in folder_of_environment().parents
     finally:
         remove_run_folder(folder)

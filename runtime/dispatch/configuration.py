@@ -39,8 +39,6 @@ class Settings:
     policy: SelectionPolicy = field(default_factory=SelectionPolicy)
     shadow: tuple[tuple[str, Token], ...] = ()
     shadow_rate: float = 0.01
-    #: The folder through which `sgl-aspects ops` talks to live processes; "on": the user's own; "off": none.
-    control: str = "off"
     log: str | None = None
     #: Key → where it is set; without the keys that have their defaults.
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -74,18 +72,11 @@ def _path(value: Value) -> str:
     return value.value
 
 
-def _control(value: Value) -> str:
-    if isinstance(value.value, bool):  # YAML's reading of a plain on or off
-        return "on" if value.value else "off"
-    return _path(value)
-
-
 #: Every key, with what reads its value. The registry checks the names in it.
 KEYS: dict[str, Callable[[Value], Any]] = {
     **READERS,
     "shadow": _shadow,
     "shadow_rate": _share,
-    "control": _control,
     "log": _path,
 }
 POLICY_KEYS = tuple(READERS)
@@ -94,7 +85,7 @@ DEFAULTS = {each.name: each.default for each in (*fields(SelectionPolicy), *fiel
 #: The value for ``--set KEY=``: the default, whatever a file sets.
 USUAL = object()
 #: Aliases of variables.
-_VARIABLES_ONLY = ("CONFIG", "PLATFORM", "VENDOR_PATH", "ATTACH")
+_VARIABLES_ONLY = ("CONFIG", "PLATFORM", "VENDOR_PATH", "ATTACH", "CONTROL")
 #: The built-in file for each platform, by its device_name.
 _FILE_OF_PLATFORM = {"cuda": "nvidia", "rocm": "amd", "npu": "ascend", "cpu": "cpu"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,6 @@ def get_manager() -> OpManager:
             registry = new_registry()
             settings = load_settings(registry)
             manager = OpManager(registry, settings.policy)
-            live.follow(settings.control, manager)
             if settings.log is not None:
                 live.log_to(settings.log)
             manager.set_watch(watch_of(settings))
@@ -58,6 +57,11 @@ def new_registry() -> OpRegistry:
 def process_manager() -> OpManager | None:
     """Return the manager, if it exists yet."""
     return _manager
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer to `sgl-aspects ops`, which changes this process; empty if it has no operators."""
+    return {} if _manager is None else live.answer(request, _manager)
 
 
 def reset_manager() -> None:

@@ -8,9 +8,7 @@ permissions   explains why a process cannot be attached to
 injection     runs a script in a process
 ptrace        calls a function in a process, by one write of its main thread's registers
 elf           reads the files mapped into a process
-dormant       runs a script in a prepared process
 package       copies the modules for a process
-entry         runs first in the process: imports the agent
 agent         runs in the process: weaves, and removes everything
 operation     attaches and detaches, in the command's process
 guard         detaches after the command was killed

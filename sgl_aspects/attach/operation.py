@@ -1,27 +1,26 @@
 """Attaching and detaching from the command's side: one run folder, its requests and their answers.
 
 The folder of a run has a folder ``attach`` with: ``package`` (the modules to import), ``processes.json`` (the
-processes attached to or about to be: written before anything is done), and for each request to a process
-``KEY.request``, then ``KEY.taken`` once a thread in the process has begun (it holds the thread's number),
-then ``KEY.answer``.
+processes attached to or about to be: written before anything is done), and the files of each request to a
+process (:mod:`sgl_aspects.run.requests`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import sgl_aspects
 from sgl_aspects import isolated
-from sgl_aspects.attach import dormant, entry, injection, package
+from sgl_aspects.attach import injection, package
 from sgl_aspects.attach.debugging import connection
 from sgl_aspects.attach.permissions import check, explained
 from sgl_aspects.attach.process_tree import Process, read_process
@@ -36,12 +35,13 @@ from sgl_aspects.run.folder import (
     remove_run_folder,
     runs,
 )
+from sgl_aspects.run.requests import Request, prepared_process
 
 FOLDER = "attach"
 _PROCESSES = "processes.json"
 _ANSWER_SECONDS = 300.0  # with many processes on few cores, weaving takes a minute
 _PAUSE_SECONDS = 0.002
-_keys = itertools.count(1)
+_AGENT = "sgl_aspects.attach.agent:perform"
 _Done = TypeVar("_Done")
 
 
@@ -202,48 +202,29 @@ class Run:
         except PermissionError as error:
             return Answer(process, {"error": str(explained(process.id, error))})
 
-    def _begin(self, process: Process, operation: str, environment: Mapping[str, str]) -> tuple[Path, float]:
-        """Start a thread that does it, and return its file and for how long the main thread was stopped."""
+    def _begin(
+        self, process: Process, operation: str, environment: Mapping[str, str]
+    ) -> tuple[Request, float]:
+        """Start a thread that does it; return the request, and for how long the main thread was stopped."""
         interpreter = self._interpreter(process)
-        prepared = dormant.control_of(process, os.geteuid())
+        prepared = prepared_process(process.id, os.geteuid())
         check(process, needs_ptrace=prepared is None and not interpreter.has_remote_exec)
-        key = f"{process.id}-{os.getpid()}-{next(_keys)}"
-        request = {
+        values = {
             "operation": operation,
             "version": sgl_aspects.__version__,
-            "package": str(interpreter.folder),
-            "pause": _PAUSE_SECONDS,
             "environment": {**environment, "SGL_ASPECTS_TRACE_RUN": str(self.folder)},
         }
-        source = Path(entry.__file__).read_text(encoding="utf-8")
-        start = self._own / f"{key}.py"
-        start.write_text(f"{source}\n\nenter({str(self._own)!r}, {key!r})\n", encoding="utf-8")
-        write_private(self._own / f"{key}.request", json.dumps(request).encode())
-        taken = self._own / f"{key}.taken"
-        if prepared is not None:
-            stood = prepared.run_file(start, taken.exists)
-        else:
-            remote_exec = interpreter.executable if interpreter.has_remote_exec else None
-            stood = injection.run_file(process.id, start, taken.exists, remote_exec=remote_exec)
-        return taken, stood
+        request = Request(
+            self._own, process.id, _AGENT, values, package=interpreter.folder, pause=_PAUSE_SECONDS
+        )
+        remote_exec = interpreter.executable if interpreter.has_remote_exec else None
+        inject = partial(injection.run_file, process.id, remote_exec=remote_exec)
+        return request, request.carry(inject if prepared is None else prepared.run_file)
 
-    def _end(self, process: Process, taken: Path, stood: float) -> Answer:
+    def _end(self, process: Process, request: Request, stood: float) -> Answer:
         """Wait for the answer."""
-        answer = taken.with_suffix(".answer")
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                values: Mapping[str, Any] = json.loads(answer.read_text())
-                return Answer(process, values, stood)
-            if read_process(process.id) is None:
-                raise AttachError(f"process {process.id} ended meanwhile")
-            thread = taken.read_text()
-            ours = Path(f"/proc/{process.id}/task/{thread}")
-            if thread.isdecimal() and not ours.exists() and not answer.exists():
-                raise AttachError(f"process {process.id} has given no answer: the injected thread has ended")
-            if time.monotonic() > deadline:
-                raise AttachError(f"process {process.id} has not answered for {_ANSWER_SECONDS:g} s")
-            time.sleep(0.005)
+        values = request.answer(lambda: read_process(process.id) is not None, _ANSWER_SECONDS)
+        return Answer(process, values, stood)
 
     def _interpreter(self, process: Process) -> package.Interpreter:
         executable = package.interpreter_of(process)

@@ -31,12 +31,12 @@ def _is_helper_of_multiprocessing() -> bool:
 def _prepare_to_be_attached_to() -> None:
     """Load the module by its file: importing the package would import wrapt, too."""
     spec = importlib.util.spec_from_file_location(
-        "sgl_aspects_dormant", os.path.join(os.path.dirname(__file__), "dormant.py")
+        "sgl_aspects_prepared", os.path.join(os.path.dirname(__file__), os.pardir, "run", "prepared.py")
     )
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        module.prepare()
+        module.prepare_or_say()
 
 
 try:

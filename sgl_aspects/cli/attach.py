@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 
 from sgl_aspects import config, env
 from sgl_aspects.attach.delegation import owner_to_become, run_as
-from sgl_aspects.attach.dormant import control_of
 from sgl_aspects.attach.operation import Answer, Run
 from sgl_aspects.attach.permissions import check
 from sgl_aspects.attach.process_tree import Process, engine_tree
 from sgl_aspects.cli.run import add_trace_arguments, trace_environment
 from sgl_aspects.errors import AttachError
 from sgl_aspects.run.collector import CollectorProcess
+from sgl_aspects.run.requests import prepared_process
 from sgl_aspects.tracing.collect.summary import TraceSummary
 from sgl_aspects.tracing.settings import TraceSettings
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (owner := owner_to_become(processes)) is None:
         return _run(arguments, processes)
     for process in processes:
-        check(process, needs_ptrace=control_of(process, owner.user) is None)
+        check(process, needs_ptrace=prepared_process(process.id, owner.user) is None)
     return run_as(owner, "sgl_aspects.cli.as_owner", _words(arguments), processes)
 
 
@@ -87,10 +87,10 @@ def _run(arguments: argparse.Namespace, processes: Sequence[Process]) -> int:
     with env.reading_from(environment):
         settings = TraceSettings.from_environment()
     for process in processes:
-        check(process, needs_ptrace=control_of(process, os.geteuid()) is None)
+        check(process, needs_ptrace=prepared_process(process.id, os.geteuid()) is None)
     if arguments.dry_run:
         for process in processes:
-            way = "through its control block" if control_of(process, os.geteuid()) else "with ptrace"
+            way = "through its control block" if prepared_process(process.id, os.geteuid()) else "with ptrace"
             print(
                 f"process {process.id}  {process.title}: would be attached to {way}, level {settings.level}"
             )

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps([process.as_dict() for process in processes], default=str, indent=2))
         return 0
     for process in processes:
-        state = "" if process.ended else "  (killed: the state of its latest report)"
+        state = "" if process.ended else "  (has not ended, or was killed: the state of its latest report)"
         print(printable(f"process {process.process_id}{state}  {process.command}"))
         own, ours, absent = sorted_hooks(process.report.hooks)
         for line in printable(str(process.report._replace(hooks=(*own, *ours)))).splitlines():

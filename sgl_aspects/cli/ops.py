@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _WAIT_SECONDS = 5.0
+_ANSWER = "sgl_aspects.runtime.dispatch.process:answer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,9 +157,9 @@ def _resolved(manager: OpManager, name: str, dtype: Any, device: Any) -> dict[st
 
 
 def _live(arguments: argparse.Namespace) -> int:
-    from sgl_aspects.runtime.dispatch import live
+    from sgl_aspects.run.requests import ask, control_folder, prepared_processes
 
-    folder = arguments.control or live.folder_of_environment()
+    folder = arguments.control or control_folder()
     request: dict[str, Any] = {}
     if arguments.set:
         request["set"] = _parse_settings(arguments.set)
@@ -167,29 +167,19 @@ def _live(arguments: argparse.Namespace) -> int:
         request["shadow"] = ";".join(word for word in arguments.shadow if word != "off")
     if arguments.rate is not None:
         request["rate"] = arguments.rate
-    if arguments.pid:
-        request["pid"] = arguments.pid
-    states = _chosen(live.states(folder), arguments.pid)
+    processes = [
+        one for one in prepared_processes(folder) if arguments.pid is None or one.process_id == arguments.pid
+    ]
+    # The live processes check names of operators and vendors: they may have others than this one.
+    states = [state for state in ask(processes, _ANSWER, request, arguments.wait) if state]
     if not states:
         raise ConfigError(
             f"no live process follows {folder}: start an engine with SGL_ASPECTS_OP_CONTROL=on (or FOLDER), "
             f"or set SGL_ASPECTS_OP_SHADOW and SGL_ASPECTS_OP_SHADOW_RATE before it starts"
         )
-    if len(request) > bool(arguments.pid):
-        # The live processes check names of operators and vendors: they may have others than this one.
-        serial = live.send_request(folder, **request)
-        deadline = time.monotonic() + arguments.wait
-        while time.monotonic() < deadline:
-            states = _chosen(live.states(folder), arguments.pid)
-            if all(state.get("done") == serial for state in states):
-                break
-            time.sleep(0.1)
-        late = [str(state["pid"]) for state in states if state.get("done") != serial]
-        if late:
-            raise ConfigError(f"process {', '.join(late)} did not answer within {arguments.wait:g} s")
-        for state in states:
-            if state["error"]:
-                raise ConfigError(f"process {state['pid']}: {state['error']}")
+    for state in states:
+        if state["error"]:
+            raise ConfigError(f"process {state['pid']}: {state['error']}")
     for state in states if arguments.operators else ():
         state["resolved"] = [row for row in state["resolved"] if row[0] in arguments.operators]
     if arguments.json:
@@ -197,12 +187,7 @@ def _live(arguments: argparse.Namespace) -> int:
     else:
         for state in states:
             print("\n".join(_state_lines(state)))
-    wrong = [state for state in states if state["error"] or _first(state)]
-    return 1 if wrong else 0
-
-
-def _chosen(states: list[dict[str, Any]], pid: int | None) -> list[dict[str, Any]]:
-    return [state for state in states if pid is None or state["pid"] == pid]
+    return 1 if any(map(_first, states)) else 0
 
 
 def _first(state: dict[str, Any]) -> Any:
@@ -211,8 +196,6 @@ def _first(state: dict[str, Any]) -> Any:
 
 def _state_lines(state: dict[str, Any]) -> list[str]:
     lines = [f"process {state['pid']}: {state['policy']}"]
-    if state["error"]:
-        lines.append(f"  refused: {state['error']}")
     lines += [f"  {op} → {impl}   ({tensors})" for op, tensors, impl in state["resolved"]]
     lines += [f"  {op}: {impl} failed {count} times" for op, impl, count in state["failures"]]
     watch = state["watch"]

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from sgl_aspects import bootstrap, config, env
-from sgl_aspects.bootstrap import dormant
 from sgl_aspects.cli.arguments import naming_flags
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.run import process_reports
+from sgl_aspects.run import prepared, process_reports
+from sgl_aspects.run.cleaning import clean_up
 
 _TRACE, _RUN = "ASPECTS_TRACE", "ASPECTS_TRACE_RUN"
 # Requests alone: steps, each with a trace of its own, would flood a backend's list. `control` adds them.
@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     _warn_of_isolation(command)
     environment = env.shortened(bootstrap.prepared(os.environ))
     if arguments.dormant:
-        return _become(program, command, {**environment, dormant.SWITCH: "1"})
+        clean_up()
+        return _become(program, command, {**environment, prepared.SWITCH: "1"})
     environment = trace_environment(environment, arguments, _LEVEL)
     _begin_file(environment)
     if arguments.config:

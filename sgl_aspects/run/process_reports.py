@@ -1,8 +1,9 @@
 """Report files, one per process: its hooks, and what they did.
 
 With ``SGL_ASPECTS_REPORT=FOLDER`` (`sgl-aspects run --report FOLDER`) each process writes its report when its
-hooks are set up, every two seconds, and when it ends. A process that is killed leaves its latest one. A
-folder that cannot be written, or is full, is logged once per process; nothing else happens.
+hooks are set up, when a command that reads the reports asks it, and when it ends. A process that is killed
+leaves its latest one. A folder that cannot be written, or is full, is logged once per process; nothing else
+happens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from typing import Any
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.files import write_private
+from sgl_aspects.run import prepared
+from sgl_aspects.run.requests import ask, prepared_process
 from sgl_aspects.weaving import HookReport, HookSource, HookType, Report, Stale, State
 from sgl_aspects.weaving import report as current_report
 
@@ -30,14 +33,15 @@ logger = logging.getLogger("sgl_aspects")
 
 VARIABLE = "SGL_ASPECTS_REPORT"
 SUFFIX = ".hooks.json"
-_SECONDS = 2.0
+_ANSWER_SECONDS = 20.0
+_writer: _Writer | None = None
 
 
 @dataclass(frozen=True)
 class ProcessReport:
     """The report of one process.
 
-    :param ended: it was written when the process ended; otherwise right after its hooks were set up.
+    :param ended: it was written when the process ended; otherwise when its hooks were set up, or when asked.
     """
 
     process_id: int
@@ -56,10 +60,19 @@ class ProcessReport:
 
 
 def write_from_environment() -> None:
-    """Write this process's report now and at its end, if the environment names a folder."""
+    """Write this process's report now, when asked, and at its end, if the environment names a folder."""
+    global _writer
     folder = env.text(VARIABLE)
     if folder is not None:
-        _Writer(Path(folder)).start()
+        prepared.prepare_or_say()
+        _writer = _Writer(Path(folder))
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Write this process's report again; the answer to a request of a command."""
+    if _writer is not None:
+        _writer.write(ended=False)
+    return {}
 
 
 class _Writer:
@@ -68,8 +81,6 @@ class _Writer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._has_complained = False
-
-    def start(self) -> None:
         self._begin()
         atexit.register(self._end)
         os.register_at_fork(after_in_child=self._start_again)
@@ -77,35 +88,29 @@ class _Writer:
     def _begin(self) -> None:
         from multiprocessing import util
 
-        self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
-        self._over, self._lock = threading.Event(), threading.Lock()
-        self._write(ended=False)
+        self._rename()
+        self.write(ended=False)
         # Before other finalizers remove their hooks, and in children of multiprocessing instead of atexit.
         util.Finalize(None, self._end, exitpriority=0)
-        keep = threading.Thread(
-            target=self._keep, args=(self._over, self._lock), name="sgl-aspects-report", daemon=True
-        )
-        keep.start()
+
+    def _rename(self) -> None:
+        self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
+        self._has_ended, self._lock = False, threading.Lock()
 
     def _start_again(self) -> None:
         from multiprocessing import util
 
-        self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
-        self._over, self._lock = threading.Event(), threading.Lock()
-        # A forked child of multiprocessing loses its parent's finalizers and threads.
-        util.register_after_fork(self, _Writer._begin)
-
-    def _keep(self, over: threading.Event, lock: threading.Lock) -> None:
-        while not over.wait(_SECONDS):
-            with lock:
-                if not over.is_set():
-                    self._write(ended=False)
+        self._rename()
+        util.register_after_fork(self, _Writer._begin)  # a forked child of multiprocessing has no finalizers
 
     def _end(self) -> None:
+        self.write(ended=True)
+
+    def write(self, *, ended: bool) -> None:
         with self._lock:
-            if not self._over.is_set():
-                self._over.set()
-                self._write(ended=True)
+            if not self._has_ended:
+                self._has_ended = ended
+                self._write(ended=ended)
 
     def _write(self, *, ended: bool) -> None:
         # Without options, which may be secrets.
@@ -121,7 +126,7 @@ class _Writer:
 
 
 def read_all(folder: str | Path) -> Iterator[ProcessReport]:
-    """Yield every report in ``folder``.
+    """Yield every report in ``folder``; processes that live write theirs again first.
 
     :raises ConfigError: there is no such folder, or none of its files is a report.
     """
@@ -130,6 +135,9 @@ def read_all(folder: str | Path) -> Iterator[ProcessReport]:
         raise ConfigError(
             f"{folder} holds no reports; make them with: sgl-aspects run --report {folder} -- COMMAND"
         )
+    known = {int(file.name.split("-")[0]) for file in files if file.name.split("-")[0].isdecimal()}
+    living = [one for process in sorted(known) if (one := prepared_process(process, os.geteuid()))]
+    ask(living, f"{__name__}:answer", {}, _ANSWER_SECONDS)
     for file in files:
         try:
             yield _decoded(json.loads(file.read_text(encoding="utf-8")))

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 import sgl_aspects as aspects
-from sgl_aspects.attach import agent, entry
+from sgl_aspects.attach import agent
+from sgl_aspects.run import entry
 from sgl_aspects.weaving import in_pieces
 from tests.support.stand_ins import Engine
 
@@ -148,6 +149,7 @@ def test_two_attaches_at_once_leave_the_process_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that began first ends first: the other must not restore what it has found meanwhile."""
+    function = "sgl_aspects.attach.agent:perform"
     both = threading.Barrier(2)
 
     def import_together(_: str) -> ModuleType:
@@ -164,7 +166,7 @@ def test_two_attaches_at_once_leave_the_process_as_it_was(
     before = state()
     threads = [threading.Thread(target=entry.enter, args=(str(tmp_path), key)) for key in "ab"]
     for key, thread in zip("ab", threads):
-        request = {"version": "another", "pause": 0.01, "package": str(tmp_path)}
+        request = {"version": "another", "pause": 0.01, "package": str(tmp_path), "function": function}
         (tmp_path / f"{key}.request").write_text(json.dumps(request))
         thread.start()
     for thread in threads:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_aspects.bootstrap import dormant
+from sgl_aspects.run import prepared as preparing
 from tests.support.attachable import PROGRAM, Program, finish, kill_command, running, span_names
 from tests.support.other_user import (
     NOBODY,
@@ -325,7 +325,7 @@ def test_a_process_with_more_rights_than_its_user_is_refused(
 
 @pytest.fixture
 def prepared_folder() -> Iterator[Path]:
-    folder = Path(dormant.folder_of(NOBODY))
+    folder = Path(preparing.folder_of(NOBODY))
     with alone_on_this_machine():
         shutil.rmtree(folder, ignore_errors=True)
         yield folder
@@ -333,7 +333,7 @@ def prepared_folder() -> Iterator[Path]:
 
 
 def prepared() -> dict[str, str]:
-    return {"PYTHONPATH": str(package_folder() / "bootstrap"), dormant.SWITCH: "1"}
+    return {"PYTHONPATH": str(package_folder() / "bootstrap"), preparing.SWITCH: "1"}
 
 
 def test_root_attaches_to_another_users_prepared_process(

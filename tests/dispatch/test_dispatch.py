@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import os
 import pickle
 import sys
 import threading
@@ -671,29 +670,6 @@ def test_variables_come_before_the_file_and_the_file_before_the_platforms(
     monkeypatch.setenv("SGL_ASPECTS_OP_PLATFORM", "none")
     monkeypatch.delenv("SGL_ASPECTS_OP_CONFIG")
     assert load_settings(registry).files == ()
-
-
-def test_live_requests_are_followed_where_enabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sgl_aspects.runtime.dispatch import live
-
-    followed: list[str] = []
-    monkeypatch.setattr(live, "_start", followed.append)
-    monkeypatch.setattr(live, "_followed", {})
-    monkeypatch.delenv("SGL_ASPECTS_OP_CONTROL")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    file = tmp_path / "ops.yaml"
-    monkeypatch.setenv("SGL_ASPECTS_OP_CONFIG", str(file))
-    for text, folder in (
-        ("prefer: vendor", None),
-        ("control: off", None),
-        (f"control: {tmp_path}", tmp_path),
-        ("control: on", tmp_path / f"sgl-aspects-operators-{os.getuid()}"),
-    ):
-        followed.clear()
-        file.write_text(text)
-        dispatch.reset_manager()
-        dispatch.get_manager()
-        assert followed == ([] if folder is None else [str(folder)]), text
 
 
 def test_a_platform_brings_a_file_of_its_own(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.run import clock
+from sgl_aspects.run.cleaning import STAYING, remove_dead_runs
 from sgl_aspects.run.collector import (
     collector_state,
     forget_collector_settings,
@@ -18,7 +19,6 @@ from sgl_aspects.run.collector import (
     take_run,
 )
 from sgl_aspects.run.control import run_control
-from sgl_aspects.run.dead_runs import STAYING, remove_dead_runs
 from sgl_aspects.run.folder import hold_run, make_run_folder, remove_run_folder, woven_ns
 from tests.support.processes import is_running
 

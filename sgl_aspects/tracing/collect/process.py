@@ -27,14 +27,14 @@ from typing import TypeVar
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run import fleet
+from sgl_aspects.run.cleaning import clean_up
 from sgl_aspects.run.collector import (
     collector_settings,
     forget_collector_settings,
     take_run,
     unsaved_settings,
 )
-from sgl_aspects.run.dead_runs import remove_dead_runs
-from sgl_aspects.run.folder import remove_run_folder, runs, seal_run, woven_ns
+from sgl_aspects.run.folder import remove_run_folder, seal_run, woven_ns
 from sgl_aspects.tracing.collect.join import Joiner
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.collect.reported_metrics import CollectorMetrics
@@ -346,7 +346,7 @@ def main(arguments: Sequence[str]) -> int:
         _allow_many_open_files()
         _collect_garbage_seldom()
         # Not its own: closing any descriptor of its lock's file would unlock it.
-        remove_dead_runs([each for each in runs() if os.path.realpath(each) != os.path.realpath(folder)])
+        clean_up(folder)
         collector = _start(folder, settings, is_restarted)
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

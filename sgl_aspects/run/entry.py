@@ -1,4 +1,7 @@
-"""Runs in the process first, in a thread of its own; needs only the standard library."""
+"""What a request makes its process run, in a thread that ends; needs only the standard library.
+
+The command appends a call of :func:`enter` to a copy of this file.
+"""
 
 import importlib
 import json
@@ -25,11 +28,13 @@ def enter(folder: str, key: str) -> None:
             request = json.load(file)
         with open(taken, "w", encoding="utf-8") as file:
             file.write(str(threading.get_native_id()))
+        module, _, function = request["function"].partition(":")
         pace = _Pace(request["pause"])
         with _lock:
-            agent = _import_agent(request["package"], pace)
-        answer = agent.perform(request)
-        answer["import_seconds"], answer["longest_import_seconds"] = pace.spent, pace.longest
+            found = _module(module, request["package"], pace)
+        answer = {} if found is None else getattr(found, function)(request)
+        if request["package"] is not None:
+            answer["import_seconds"], answer["longest_import_seconds"] = pace.spent, pace.longest
     except BaseException as error:  # noqa: BLE001 - whatever it is, the process must not see it
         answer = {"error": f"{type(error).__name__}: {error}"}
     temporary = os.path.join(folder, key + ".new")
@@ -64,7 +69,10 @@ class _Pace:
         self._last = time.perf_counter()
 
 
-def _import_agent(package: str, pace: _Pace) -> Any:
+def _module(name: str, package: str | None, pace: _Pace) -> Any:
+    """Import it from ``package``, a folder with a copy of sgl_aspects; None: only if the process has it."""
+    if package is None:
+        return sys.modules.get(name)
     loaded = sys.modules.get("sgl_aspects")
     if loaded is not None and not os.path.isdir(loaded.__path__[0]):
         _move(os.path.join(package, "sgl_aspects"))
@@ -75,7 +83,7 @@ def _import_agent(package: str, pace: _Pace) -> Any:
     native = os.environ.get(_NATIVE)
     os.environ[_NATIVE] = "off"  # compiled code could not be removed from the process again
     try:
-        agent = importlib.import_module("sgl_aspects.attach.agent")
+        found = importlib.import_module(name)
         pace.take_turn()
     finally:
         os.environ.pop(_NATIVE)
@@ -84,7 +92,7 @@ def _import_agent(package: str, pace: _Pace) -> Any:
         sys.setswitchinterval(interval)
         sys.meta_path.remove(pace)
         sys.path.remove(package)
-    return agent
+    return found
 
 
 def _move(root: str) -> None:

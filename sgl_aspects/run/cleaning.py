@@ -1,21 +1,33 @@
-"""Removes the folders of runs whose processes and collector were all killed: they take memory.
+"""Removes what killed processes left in memory: folders of runs, and control blocks.
 
-The latest stay for ``sgl-aspects dump`` and ``report``, and so does a run whose folder was to be kept.
+A run is dead where its processes and its collector were all killed. The latest stay for ``sgl-aspects dump``
+and ``report``, and so does a run whose folder was to be kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from sgl_aspects.errors import AttachError
+from sgl_aspects.run import prepared
 from sgl_aspects.run.collector import collector_settings, collector_state
-from sgl_aspects.run.folder import remove_run_folder, seal_run
+from sgl_aspects.run.folder import remove_run_folder, runs, seal_run
+from sgl_aspects.run.requests import prepared_processes
 
 STAYING = 4
 # A collector that was killed may be about to be restarted.
 _LEAST_SECONDS = 60.0
+
+
+def clean_up(own: str | None = None) -> None:
+    """Remove what is dead of this user's; ``own``: the folder of the run that does it, which stays."""
+    remove_dead_runs([run for run in runs() if own is None or not os.path.samefile(run, own)])
+    with contextlib.suppress(AttachError):  # another user has taken the folder's name
+        prepared_processes(Path(prepared.folder_of(os.geteuid())))
 
 
 def remove_dead_runs(folders: Sequence[Path]) -> None:

@@ -1,0 +1,230 @@
+"""The one way in which a command asks a running process and gets its answer.
+
+A request is a few files in a folder: ``KEY.request`` (the function to call and its values), ``KEY.py`` (the
+script that does it, :mod:`sgl_aspects.run.entry`), ``KEY.taken`` once a thread in the process has begun (it
+holds the thread's number), ``KEY.answer``. The process is made to run the script by its signal, if it was
+prepared (:mod:`sgl_aspects.run.prepared`); `sgl-aspects attach` has other carriers for one that was not. No
+process waits for requests, and an idle one takes them as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_aspects import env
+from sgl_aspects.errors import AttachError, ConfigError
+from sgl_aspects.files import unfollowed, write_private
+from sgl_aspects.run import entry, prepared
+
+# Runs the script in a new thread of the process; the function says whether it has begun. Returns the seconds
+# for which the main thread was stopped.
+Carrier = Callable[[Path, Callable[[], bool]], float]
+
+#: "on": commands may ask this process; a folder: those that name it; "off", or not set: none.
+CONTROL_VARIABLE = "SGL_ASPECTS_OP_CONTROL"
+_START_SECONDS = 10.0
+_SIGNAL_SECONDS = 1.0
+_keys = itertools.count(1)
+_SUFFIXES = (".request", ".py", ".taken", ".answer")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A live process with a control block."""
+
+    process_id: int
+    control: Path
+
+    def run_file(self, path: Path, has_started: Callable[[], bool]) -> float:
+        """Run the Python file ``path`` in a new thread of the process. Stops nothing: returns 0.0 seconds."""
+        begin, sent = time.monotonic(), 0
+        while not has_started():
+            seconds = time.monotonic() - begin
+            if seconds > _START_SECONDS:
+                raise AttachError(
+                    f"process {self.process_id} has run no Python for {_START_SECONDS:g} s, so it could "
+                    "not look at its control block; try again"
+                )
+            if seconds >= sent * _SIGNAL_SECONDS:  # again where another command has overwritten the block
+                self.control.write_bytes(os.fsencode(path))
+                os.kill(self.process_id, prepared.signal_number())
+                sent += 1
+            time.sleep(0.002)
+        return 0.0
+
+
+def prepare_from_environment() -> None:
+    """Let commands ask this process, if the environment says so.
+
+    :raises ConfigError: the folder cannot be made, or belongs to another user.
+    """
+    folder = env.text(CONTROL_VARIABLE)
+    if folder not in (None, "off"):
+        try:
+            prepared.prepare("" if folder == "on" else str(folder))
+        except OSError as error:
+            raise ConfigError(f"{CONTROL_VARIABLE}={folder}: {error}") from error
+
+
+def control_folder() -> Path:
+    """Return the folder of the processes that were started with this environment, or with ``on``."""
+    folder = env.text(CONTROL_VARIABLE)
+    return Path(prepared.folder_of(os.geteuid()) if folder in (None, "on", "off") else str(folder))
+
+
+def prepared_processes(folder: Path) -> list[Prepared]:
+    """Return the live processes with a control block in the folder; blocks of dead ones are removed.
+
+    :raises AttachError: the folder is another user's, or a link.
+    """
+    found = []
+    with _opened(folder) as directory:
+        for name in sorted(os.listdir(directory)) if directory is not None else ():
+            if name.isdecimal() and directory is not None:
+                if _is_locked(name, directory):
+                    found.append(Prepared(int(name), folder / name))
+                else:
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=directory)
+    return found
+
+
+def prepared_process(process_id: int, user: int) -> Prepared | None:
+    """Return None unless the process was prepared by ``user``, and is still the same one."""
+    path = Path(prepared.folder_of(user), str(process_id))
+    with contextlib.suppress(AttachError), _opened(path.parent, user) as directory:
+        if directory is not None and _is_locked(path.name, directory):
+            return Prepared(process_id, path)
+    return None
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, user: int | None = None) -> Iterator[int | None]:
+    """Give a descriptor of a folder of the user, by default this one; None if there is none."""
+    user = os.geteuid() if user is None else user
+    try:
+        directory = unfollowed(str(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    except OSError as error:
+        raise AttachError(f"{folder} is not a folder of yours: {error.strerror}") from error
+    try:
+        if os.fstat(directory).st_uid != user:
+            raise AttachError(f"{folder} is not a folder of yours: name one of your own")
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _is_locked(name: str, directory: int) -> bool:
+    """Return whether the process of the block lives: to one that took over its id the signal may be fatal."""
+    no_link = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(name, no_link, dir_fd=directory)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+class Request:
+    """One request to one process, whose files are in ``folder``.
+
+    :param function: ``module:function``; it gets the values and returns the answer, both JSON objects.
+    :param package: a folder with a copy of this package, to import the module from. None: the process calls
+        its own, and answers ``{}`` if it has not imported that module.
+    :param pause: seconds for which the process's other threads run before each module that is imported.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        process_id: int,
+        function: str,
+        values: Mapping[str, Any],
+        *,
+        package: Path | None = None,
+        pause: float = 0.0,
+    ) -> None:
+        self.process_id = process_id
+        key = f"{process_id}-{os.getpid()}-{next(_keys)}"
+        self.taken = folder / f"{key}.taken"
+        self._script = folder / f"{key}.py"
+        request = {
+            **values,
+            "function": function,
+            "package": None if package is None else str(package),
+            "pause": pause,
+        }
+        source = Path(entry.__file__).read_text(encoding="utf-8")
+        self._script.write_text(f"{source}\n\nenter({str(folder)!r}, {key!r})\n", encoding="utf-8")
+        write_private(folder / f"{key}.request", json.dumps(request).encode())
+
+    def carry(self, carrier: Carrier) -> float:
+        """Make the process begin; returns the seconds for which its main thread was stopped."""
+        return carrier(self._script, self.taken.exists)
+
+    def answer(self, is_alive: Callable[[], bool], seconds: float) -> dict[str, Any]:
+        """Wait for the answer; its ``error`` is what was raised.
+
+        :raises AttachError: the process or its thread has ended, or takes longer.
+        """
+        answer, process = self.taken.with_suffix(".answer"), f"process {self.process_id}"
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                values: dict[str, Any] = json.loads(answer.read_text())
+                return values
+            if not is_alive():
+                raise AttachError(f"{process} ended meanwhile")
+            thread = self.taken.read_text()
+            ours = Path(f"/proc/{self.process_id}/task/{thread}")
+            if thread.isdecimal() and not ours.exists() and not answer.exists():
+                raise AttachError(f"{process} has given no answer: the injected thread has ended")
+            if time.monotonic() > deadline:
+                raise AttachError(f"{process} has not answered for {seconds:g} s")
+            time.sleep(0.005)
+
+    def remove(self) -> None:
+        """Remove the files."""
+        for suffix in _SUFFIXES:
+            self.taken.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def ask(
+    processes: Iterable[Prepared], function: str, values: Mapping[str, Any], seconds: float
+) -> list[dict[str, Any]]:
+    """Ask prepared processes, all at the same time, and return their answers in this order.
+
+    :raises AttachError: one has not answered in time, or what it called has failed.
+    """
+    asked = [(one, Request(one.control.parent, one.process_id, function, values)) for one in processes]
+    try:
+        for one, request in asked:
+            request.carry(one.run_file)
+        answers = []
+        for one, request in asked:
+            answers.append(request.answer(Path(f"/proc/{one.process_id}").exists, seconds))
+            if answers[-1].keys() == {"error"}:
+                raise AttachError(f"process {one.process_id}: {answers[-1]['error']}")
+        return answers
+    except ProcessLookupError as error:
+        raise AttachError("a process ended meanwhile; ask again") from error
+    finally:
+        for _, request in asked:
+            request.remove()

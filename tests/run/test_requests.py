@@ -1,0 +1,101 @@
+"""Asking a running process, and its answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sgl_aspects.errors import AttachError
+from sgl_aspects.run.process_reports import read_all
+from sgl_aspects.run.requests import Request, ask, prepared_processes
+
+IDLE = """
+import os, sys, threading, time
+from sgl_aspects.run import prepared
+def answer(request):
+    if request["wanted"] == "an error":
+        raise ValueError("no")
+    return {"process": os.getpid(), "threads": os.listdir("/proc/self/task"), "wanted": request["wanted"]}
+sys.modules["asked"] = sys.modules["__main__"]
+prepared.prepare(sys.argv[1])
+print("ready", len(os.listdir("/proc/self/task")), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def idle(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that sleeps, and has offered ``asked:answer``."""
+    command = [sys.executable, "-c", IDLE, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready 1\n"
+        yield process
+        process.kill()
+
+
+def test_an_idle_process_answers_and_has_no_thread_that_waits(
+    tmp_path: Path, idle: subprocess.Popen[str]
+) -> None:
+    processes = prepared_processes(tmp_path)
+    (answer,) = ask(processes, "asked:answer", {"wanted": "this"}, 20.0)
+    assert (answer["process"], answer["wanted"]) == (idle.pid, "this")
+    assert len(answer["threads"]) == 2  # its main thread, and the one that answers and ends
+    assert [path.name for path in tmp_path.iterdir()] == [str(idle.pid)]
+
+
+def test_several_commands_ask_at_the_same_time(tmp_path: Path, idle: subprocess.Popen[str]) -> None:
+    (one,) = prepared_processes(tmp_path)
+    answers = ask([one] * 8, "asked:answer", {"wanted": "this"}, 20.0)
+    assert [answer["process"] for answer in answers] == [idle.pid] * 8
+
+
+def test_what_fails_in_the_process_is_the_commands_error(tmp_path: Path, idle: subprocess.Popen[str]) -> None:
+    with pytest.raises(AttachError, match=f"process {idle.pid}: ValueError: no"):
+        ask(prepared_processes(tmp_path), "asked:answer", {"wanted": "an error"}, 20.0)
+    assert ask(prepared_processes(tmp_path), "not.imported.there:answer", {}, 20.0) == [{}]
+
+
+def test_a_killed_process_is_not_asked_and_its_control_block_goes(
+    tmp_path: Path, idle: subprocess.Popen[str]
+) -> None:
+    (one,) = prepared_processes(tmp_path)
+    request = Request(tmp_path, one.process_id, "asked:answer", {})
+    idle.kill()
+    idle.wait()
+    with pytest.raises(AttachError, match="ended meanwhile"):
+        ask([one], "asked:answer", {}, 20.0)
+    request.remove()
+    assert prepared_processes(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_living_process_writes_its_report_again_when_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "aspects.toml").write_text(
+        '[[hook]]\ntarget = "victim:used"\nhook = "victim:passes_on"\ntype = "around"\n'
+    )
+    (tmp_path / "victim.py").write_text(
+        "def used(): return 1\ndef passes_on(original_fn, *args): return original_fn(*args)\n"
+    )
+    words = ["--level", "0", "--report", "reports", "--config", "aspects.toml", "--"]
+    program = "import victim, time; victim.used(); print('ready', flush=True); time.sleep(600)"
+    with subprocess.Popen(
+        [sys.executable, "-m", "sgl_aspects", "run", *words, sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (report,) = read_all(tmp_path / "reports")
+        process.kill()
+        process.wait()
+    assert not report.ended
+    assert [hook.calls for hook in report.report.hooks if hook.target == "victim:used"] == [1]
+    assert list(read_all(tmp_path / "reports")) == [report]
