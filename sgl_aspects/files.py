@@ -29,8 +29,29 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file, for this user only where it is made: the ``opener`` of :func:`open`."""
-    return os.open(path, flags, 0o600)
+    """Open a file that the user named, for this user only where it is made: the ``opener`` of :func:`open`.
+
+    In a folder such as ``/tmp`` another user may have taken the name: neither that user's file is written to,
+    nor what a link of that user's leads to. ``/dev/stdout`` and other links of this user and root are followed.
+
+    :raises PermissionError: it is another user's.
+    """
+    trusted = (0, os.geteuid())
+    try:
+        descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        if not {os.lstat(path).st_uid, os.stat(os.path.dirname(path) or ".").st_uid} <= {*trusted}:
+            raise PermissionError(errno.EPERM, "it is another user's link; name another file", path) from error
+        return os.open(path, flags, 0o600)
+    status = os.fstat(descriptor)
+    if status.st_uid not in trusted and not stat.S_ISCHR(status.st_mode):  # a terminal has its own user
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, f"it is user {status.st_uid}'s; name another file", path)
+    if flags & os.O_TRUNC and stat.S_ISREG(status.st_mode):
+        os.ftruncate(descriptor, 0)
+    return descriptor
 
 
 def unfollowed(path: str, flags: int) -> int:

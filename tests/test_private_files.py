@@ -11,6 +11,7 @@ import pytest
 from sgl_aspects.cli.main import main
 from sgl_aspects.files import write_private
 from sgl_aspects.tracing import attach
+from tests.support.other_user import NOBODY, Shared, shared_folders
 from tests.support.sessions import begin
 
 
@@ -73,3 +74,37 @@ def test_a_file_is_written_beside_no_link_of_a_known_name(tmp_path: Path) -> Non
 def _made(path: Path) -> Path:
     path.write_bytes(b"old")
     return path
+
+
+@pytest.fixture
+def folders() -> Iterator[Shared]:
+    if os.geteuid() != 0:
+        pytest.skip("giving files to another user needs root")
+    with shared_folders() as found:
+        yield found
+
+
+@pytest.mark.parametrize("is_link", [False, True], ids=["a file", "a link to root's file"])
+def test_a_file_whose_name_another_user_took_is_not_written(
+    is_link: bool, folders: Shared, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The others would read what is recorded, or root's file be lost; not every kernel forbids it in /tmp."""
+    precious, named = _made(folders.ours / "precious"), folders.theirs / "traces.jsonl"
+    named.symlink_to(precious) if is_link else _made(named)
+    os.chown(named, NOBODY, NOBODY, follow_symlinks=False)
+    spans = tmp_path / "spans.jsonl"
+    with attach(file=str(spans)) as session:
+        begin(session, "r")()
+        assert main(["dump", "--run", session.run_folder, "--output", str(named)]) == 2
+    assert main(["report", str(spans), "-o", str(named)]) == 2
+    assert main(["run", f"--file={named}", "--", "true"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("another user's link" if is_link else f"user {NOBODY}'s; name another file") == 3
+    assert (precious if is_link else named).read_bytes() == b"old"
+
+
+def test_a_link_of_ones_own_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "latest.jsonl").symlink_to(tmp_path / "first.jsonl")
+    with attach(file=str(tmp_path / "latest.jsonl")) as session:
+        begin(session, "r")()
+    assert (tmp_path / "first.jsonl").read_text()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import re
+import stat
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -17,6 +19,10 @@ from typing import NamedTuple
 
 from sgl_aspects.engines.base import Engine
 from sgl_aspects.errors import ConfigError
+
+_LONGEST = 16 << 20  # bytes of one module
+# What zipfile raises for a damaged or unusual archive.
+_ZIP_ERRORS = (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -46,12 +52,15 @@ class Source:
     """An engine's source: a wheel, or the folder that holds its package or module."""
 
     def __init__(self, path: str | Path) -> None:
-        """:raises ConfigError: there is no such wheel or folder."""
+        """:raises ConfigError: there is no such wheel or folder, or it is damaged."""
         self.path = Path(path)
         if self.path.is_dir():
             self._archive = None
-        elif zipfile.is_zipfile(self.path):
-            self._archive = zipfile.ZipFile(self.path)
+        elif self.path.is_file() and zipfile.is_zipfile(self.path):
+            try:
+                self._archive = zipfile.ZipFile(self.path)
+            except _ZIP_ERRORS as error:
+                raise ConfigError(f"{path} cannot be read as a wheel ({error})") from error
         else:
             raise ConfigError(f"{path} is neither a wheel nor a folder; name one that holds the engine")
         self.tree = lru_cache(maxsize=None)(self._parse)
@@ -180,7 +189,13 @@ class Source:
         text = self._text(module)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # in the engine's own spelling
-            return None if text is None else ast.parse(text)
+            try:
+                return None if text is None else ast.parse(text)
+            except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+                raise ConfigError(
+                    f"{self.path}: {module} cannot be parsed ({str(error) or type(error).__name__}); where it is "
+                    "written for a newer Python, run this with that one"
+                ) from error
 
     def _text(self, module: str) -> bytes | None:
         stem = module.replace(".", "/")
@@ -201,13 +216,20 @@ class Source:
                 yield file.relative_to(self.path).as_posix()
 
     def _read(self, name: str) -> bytes | None:
-        if self._archive is None:
-            file = self.path / name
-            return file.read_bytes() if file.is_file() else None
         try:
-            return self._archive.read(name)
-        except KeyError:
+            if self._archive is None:
+                status = (self.path / name).stat()
+                size = status.st_size if stat.S_ISREG(status.st_mode) else None
+            else:
+                size = self._archive.getinfo(name).file_size
+            if size is not None and size <= _LONGEST:
+                file = self.path / name
+                return file.read_bytes() if self._archive is None else self._archive.read(name)
+        except (FileNotFoundError, NotADirectoryError, KeyError):
             return None
+        except _ZIP_ERRORS as error:
+            raise ConfigError(f"{self.path}: {name} cannot be read ({error})") from error
+        raise ConfigError(f"{self.path}: {name} is not a file of at most {_LONGEST >> 20} MiB")
 
 
 def _expression(pattern: str) -> re.Pattern[str]:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import stat
+import struct
 import threading
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -31,7 +33,9 @@ VARIABLE = "SGL_ASPECTS_CONTROL_FROM"
 #: Attributes of a run that rules select by, with `*` and `?` as wildcards.
 SELECTORS = ("service", "host", "role")
 _SECONDS = 2.0
+_PATIENCE_SECONDS = 10.0
 _LONGEST = 1 << 20  # bytes of rules
+_MOST_RULES, _LONGEST_PATTERN = 1000, 256  # all are matched every two seconds
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ def parse(text: bytes) -> list[Rule]:
         found = [_rule(number, one) for number, one in enumerate(rules, 1)]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f'not rules: write {{"rules": [{{"level": 1}}]}} ({error})') from error
+    if len(found) > _MOST_RULES:
+        raise ConfigError(f"{len(found)} rules: write at most {_MOST_RULES}, with * for any characters")
     return found
 
 
@@ -68,13 +74,16 @@ def _rule(number: int, one: Any) -> Rule:
         raise ConfigError(f"rule {number}: sample {sample!r}: write a number from 0 to 1")
     patterns = {name: one[name] for name in SELECTORS if name in one}
     for name, pattern in patterns.items():
-        if not isinstance(pattern, str):
-            raise ConfigError(f"rule {number}: {name} {pattern!r}: write a text, with * for any characters")
+        if not isinstance(pattern, str) or len(pattern) > _LONGEST_PATTERN:
+            raise ConfigError(
+                f"rule {number}: {name} {repr(pattern)[:_LONGEST_PATTERN]}: write a text of at most "
+                f"{_LONGEST_PATTERN} characters, with * for any characters"
+            )
     return Rule(patterns, level, sample)
 
 
 class FleetControl:
-    """Applies the rules at ``source`` to the run in ``folder``, in a thread of its own, until it is closed.
+    """Applies the rules at ``source`` to the run in ``folder``, in threads of its own, until it is closed.
 
     :param attributes: returns the run's service, host and role.
     :param report: called with each problem once; the earlier rules stay in force.
@@ -92,29 +101,42 @@ class FleetControl:
         self._rules: list[Rule] = []
         self._problem = ""
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="sgl-aspects-fleet", daemon=True)
-        self._thread.start()
+        self._answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        for work in (self._ask, self._follow):
+            threading.Thread(target=work, name="sgl-aspects-fleet", daemon=True).start()
 
     def close(self) -> None:
         """Stop; does not wait for an answer under way."""
         self._ended.set()
 
-    def _work(self) -> None:
+    def _ask(self) -> None:
+        """Read the source again and again, however long it takes to answer."""
         while True:
-            self._read()
-            self._apply()
+            try:
+                self._answers.put(_contents(self._source))
+            except (OSError, ValueError, HTTPException) as error:  # ConfigError is a ValueError
+                self._answers.put(error)
             if self._ended.wait(_SECONDS):
                 return
 
-    def _read(self) -> None:
-        try:
-            self._rules = parse(_contents(self._source))
-            self._problem = ""
-        except (OSError, ValueError, HTTPException) as error:  # ConfigError is a ValueError
-            problem = f"{VARIABLE}={self._source}: {error}; what is recorded stays as it is"
-            if problem != self._problem:
-                self._problem = problem
-                self._report(problem)
+    def _follow(self) -> None:
+        while not self._ended.is_set():
+            try:
+                answer = self._answers.get(timeout=_PATIENCE_SECONDS)
+                if isinstance(answer, Exception):
+                    raise answer
+                self._rules = parse(answer)
+                self._problem = ""
+            except queue.Empty:
+                self._tell(f"no whole answer within {_PATIENCE_SECONDS:g} s")
+            except (OSError, ValueError, HTTPException) as error:
+                self._tell(str(error))
+            self._apply()
+
+    def _tell(self, problem: str) -> None:
+        if problem != self._problem:
+            self._problem = problem
+            self._report(f"{VARIABLE}={self._source}: {problem}; what is recorded stays as it is")
 
     def _apply(self) -> None:
         attributes = self._attributes()
@@ -122,7 +144,7 @@ class FleetControl:
         if rule is None:
             return
         for ring in self._folder.glob("*.ring"):
-            with contextlib.suppress(OSError):  # a process that has just ended
+            with contextlib.suppress(OSError, struct.error):  # it has just ended, or its ring is damaged
                 control = read_control(ring)
                 wanted = control.changed(level=rule.level, sample=rule.sample)
                 if wanted != control:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,6 +117,52 @@ def test_the_doctor_names_roles_that_a_version_lacks(
 def test_a_file_other_than_a_wheel_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a wheel nor a folder"):
         Source(tmp_path / "gone.whl")
+
+
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        ("def f(a: pass", "m.mod cannot be parsed"),
+        ("def f(a): pass\0", "m.mod cannot be parsed"),
+        ("x = " + "-" * 100_000 + "1", "m.mod cannot be parsed"),
+        ("#" + " " * (17 << 20), "m/mod.py is not a file of at most 16 MiB"),  # 17 KB in the wheel
+    ],
+    ids=["not Python", "a null byte", "nested", "a bomb"],
+)
+@pytest.mark.parametrize("kind", ["wheel", "folder"])
+def test_a_hostile_module_is_an_error(tmp_path: Path, kind: str, module: str, error: str) -> None:
+    files = {"m/__init__.py": "", "m/mod.py": module}
+    if kind == "folder":
+        (tmp_path / "m").mkdir()
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+    source = Source(tmp_path if kind == "folder" else wheel(tmp_path, "m-1-py3-none-any.whl", files))
+    with pytest.raises(ConfigError, match=error):
+        source.defines("m.mod:f")
+
+
+def test_a_damaged_wheel_is_an_error(tmp_path: Path) -> None:
+    file = wheel(tmp_path, "m-1-py3-none-any.whl", {"m/__init__.py": "def f(): ..." * 9})
+    whole = file.read_bytes()
+    found = set()
+    for position in range(len(whole)):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
+        try:
+            found.add(Source(file).defines("m:f"))
+        except ConfigError:
+            found.add(None)
+    assert None in found
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_or_an_endless_device_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m-1-py3-none-any.whl")
+    with pytest.raises(ConfigError, match="neither a wheel nor a folder"):
+        Source(tmp_path / "m-1-py3-none-any.whl")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/__init__.py").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="m/__init__.py is not a file"):
+        Source(tmp_path).defines("m:f")
 
 
 def test_every_room_of_this_package_is_checked_against_a_source(

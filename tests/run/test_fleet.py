@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -142,9 +143,76 @@ def test_nobody_elses_file_is_followed(tmp_path: Path) -> None:
         (rules({"level": True}), "rule 1: level True"),
         (rules({"sample": 2}), "rule 1: sample 2: write a number from 0 to 1"),
         (rules({"service": 7}), "rule 1: service 7"),
+        (rules({"service": "[" * 100_000}), "rule 1: service '[[[["),  # minutes to compile
+        (rules(*[{"service": f"x{each}"} for each in range(2000)]), "2000 rules: write at most 1000"),
     ],
 )
 def test_each_mistake_is_named(text: bytes, error: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse(text)
     assert error in str(raised.value)
+
+
+@contextmanager
+def following(folder: Path, source: str) -> Iterator[tuple[RingRecorder, queue.SimpleQueue[str]]]:
+    """A recorder at level 1 in ``folder`` whose run follows ``source``, and what is reported."""
+    recorder = RingRecorder(str(folder), 1)
+    assert recorder.open()
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    control = FleetControl(str(folder), source, dict, said.put)
+    yield recorder, said
+    control.close()
+    recorder.close()
+
+
+def test_a_damaged_ring_does_not_end_the_control_of_the_others(tmp_path: Path) -> None:
+    (tmp_path / "0-short.ring").write_bytes(b"short")
+    file = tmp_path / "rules.json"
+    file.write_bytes(rules({"level": 2}))
+    with following(tmp_path, str(file)) as (recorder, _):
+        wait_until(lambda: recorder.level == 2)
+        file.write_bytes(rules({"level": 3}))
+        wait_until(lambda: recorder.level == 3)
+
+
+@pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_a_server_that_never_comes_to_an_end_is_told(
+    start: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends a byte now and then, so that no single read takes too long."""
+    monkeypatch.setattr("sgl_aspects.run.fleet._PATIENCE_SECONDS", 0.5)
+    over = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.sendall(start)
+            while not over.wait(0.05):
+                connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = threading.Thread(target=drip, args=(listening,))
+        server.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/rules"
+        with following(tmp_path, url) as (_, said):
+            assert f"{url}: no whole answer within 0.5 s" in said.get(timeout=30)
+        over.set()
+        server.join()
+
+
+def test_what_an_address_keeps_secret_is_not_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with session(tmp_path, f"http://me:hunter2@127.0.0.1:{port}/rules?token=sesame", monkeypatch):
+        printed = ""
+
+        def is_told() -> bool:
+            nonlocal printed
+            printed += capfd.readouterr().err
+            return "what is recorded stays as it is" in printed
+
+        wait_until(is_told)
+    assert "hunter2" not in printed
+    assert "sesame" not in printed

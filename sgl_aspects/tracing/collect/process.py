@@ -134,7 +134,7 @@ class Collector:
         if self._metrics is not None:
             self._metrics.watch(self._reader, self._pipelines)
         rules = env.text(fleet.VARIABLE)
-        self._fleet = rules and fleet.FleetControl(folder, rules, self._joiner.about_the_run, report_line)
+        self._fleet = rules and fleet.FleetControl(folder, rules, self._joiner.about_the_run, _report_rules)
 
     def end_soon(self) -> None:
         """Note a termination signal. The engine often gets the same one and finishes its answers first, so
@@ -273,6 +273,10 @@ def _unless_faulty(make: Callable[[], _Made], faults: list[ConfigError]) -> _Mad
     except Exception as error:  # noqa: BLE001  # whatever an exporter raises
         faults.append(_refused(error))
     return None
+
+
+def _report_rules(text: str) -> None:
+    report_line(without_secrets(text, secrets()))  # an address may have a user, a password or a token
 
 
 def _refused(error: Exception) -> ConfigError:

@@ -10,6 +10,8 @@ import stat
 import struct
 from collections.abc import Iterator
 
+from sgl_aspects.files import private
+
 _PIECE = 1 << 16
 # The byte, after any content, on which each process that writes to the file has a shared lock.
 _WRITERS = 1 << 62
@@ -25,8 +27,7 @@ class SharedFile:
     """
 
     def __init__(self, path: str, *, append: bool = False) -> None:
-        how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor = os.open(path, how, 0o600)
+        self._descriptor = private(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         self.is_regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
         self.is_closed = False
         try:
