@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+_SAFE_PATH = "PYTHONSAFEPATH"
 
 # The folders go behind the standard library, which they cannot replace, and before other packages: this one
 # may be installed in another version.
@@ -27,3 +31,20 @@ def python(module: str, *words: str) -> list[str]:
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     folders = [str(Path(__file__).parents[1]), *(path for path in named if os.path.isabs(path))]
     return [sys.executable, "-I", "-c", _RUN, ":".join(folders), module, *words]
+
+
+@contextlib.contextmanager
+def safe_path() -> Iterator[None]:
+    """Have processes that multiprocessing starts in the block begin without the current folder on their path.
+
+    They get this process's path then. Python 3.10 does not know the variable.
+    """
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,14 @@ import torch
 
 from sgl_aspects import isolated
 from sgl_aspects.conformance.check import Bench, BrokenPromiseError
+from sgl_aspects.conformance.isolated import call_in_processes
 from sgl_aspects.engines.sglang.conformance import run_child
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.run.collector import CollectorProcess
 from sgl_aspects.run.folder import make_run_folder, remove_run_folder
+from sgl_aspects.runtime.processes.ranks import RankProcesses
+from sgl_aspects.runtime.server_args import ServerArgs
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support.attachable import python_of
 from tests.support.processes import wait_until
@@ -79,3 +83,22 @@ def test_checks_in_sglang_import_nothing_from_the_current_folder(
     with pytest.raises(BrokenPromiseError):
         run_child(bench, "no such check")
     assert not mark.exists()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
+@pytest.mark.parametrize("starts", ["an engine", "a check"])
+def test_processes_of_multiprocessing_import_nothing_from_the_current_folder(
+    starts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "mark"
+    (tmp_path / "multiprocessing.py").write_text(f"open({str(mark)!r}, 'a').write('ran')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    if starts == "a check":
+        assert call_in_processes(os.getpid, [()]) != [os.getpid()]
+    else:
+        processes = RankProcesses(ServerArgs(tmp_path / "no model"))
+        processes.join(60)
+        processes.kill()
+    assert not mark.exists()
+    assert "PYTHONSAFEPATH" not in os.environ

@@ -79,6 +79,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelLoadError(f"{index_file} has no weight_map")
         names = sorted(set(map(str, weight_map.values())))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ModelLoadError(f"{index_file} names {outside[0]!r}, which is not a file of this folder")
         missing = [name for name in names if not (self.path / name).is_file()]
         if missing:
             raise ModelLoadError(

@@ -10,6 +10,7 @@ import tempfile
 import time
 from typing import Any
 
+from sgl_aspects.isolated import safe_path
 from sgl_aspects.runtime.messages import FailureMessage, RankLinks
 from sgl_aspects.runtime.processes.worker import LEFT_TO_OWNER, run_scheduler_process
 from sgl_aspects.runtime.server_args import ServerArgs
@@ -45,8 +46,9 @@ class RankProcesses:
         #: The failure messages, by rank.
         self.failures: dict[int, FailureMessage] = {}
         try:
-            for process in self.processes:
-                _start_with_signals_blocked(process)
+            with safe_path():
+                for process in self.processes:
+                    _start_with_signals_blocked(process)
         except BaseException:
             self.kill()
             self.connections[0].close()

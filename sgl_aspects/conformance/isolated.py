@@ -8,6 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from sgl_aspects.isolated import safe_path
 from sgl_aspects.plugins import load_plugins
 
 _SECONDS = 180.0
@@ -23,7 +24,8 @@ def call_in_processes(function: Callable[..., Any], arguments: list[tuple[Any, .
     for words in arguments:
         ours, theirs = spawn.Pipe(duplex=False)
         process = spawn.Process(target=_work, args=(theirs, function, words), daemon=True)
-        process.start()
+        with safe_path():
+            process.start()
         theirs.close()
         links.append((process, ours))
     patience = 0.0  # if one failed, the others may wait for it endlessly

@@ -316,9 +316,13 @@ def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
     expect_error_of_the_scheduler(ModelLoadError, copy, f"{shards[0].name} cannot be read")
     shards[0].unlink()
     expect_error_of_the_scheduler(ModelLoadError, copy, f"names {shards[0].name}, which is not there")
-    (copy / "model.safetensors.index.json").write_text("{")
+    index = copy / "model.safetensors.index.json"
+    for name in (f"../{folder.name}/{shards[0].name}", str(folder / shards[0].name)):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        expect_error_of_the_scheduler(ModelLoadError, copy, "which is not a file of this folder")
+    index.write_text("{")
     expect_error_of_the_scheduler(ModelLoadError, copy, "index.json cannot be read as JSON")
-    for file in (*copy.glob("*.safetensors"), copy / "model.safetensors.index.json"):
+    for file in (*copy.glob("*.safetensors"), index):
         file.unlink()
     (copy / "pytorch_model.bin").write_text("")
     expect_error_of_the_scheduler(ModelLoadError, copy, "pytorch_model.bin cannot be read: convert")
