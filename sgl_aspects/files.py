@@ -31,8 +31,8 @@ def write_private(path: Path, data: bytes) -> None:
 def private(path: str, flags: int) -> int:
     """Open a file that the user named, for this user only where it is made: the ``opener`` of :func:`open`.
 
-    In a folder such as ``/tmp`` another user may have taken the name: neither that user's file is written to,
-    nor what a link of that user's leads to. ``/dev/stdout`` and other links of this user and root are followed.
+    In a folder such as ``/tmp`` another user may have taken the name: neither that user's file is written
+    to, nor what a link of that user's leads to. ``/dev/stdout`` and links of this user's are followed.
 
     :raises PermissionError: it is another user's.
     """
@@ -43,7 +43,8 @@ def private(path: str, flags: int) -> int:
         if error.errno != errno.ELOOP:
             raise
         if not {os.lstat(path).st_uid, os.stat(os.path.dirname(path) or ".").st_uid} <= {*trusted}:
-            raise PermissionError(errno.EPERM, "it is another user's link; name another file", path) from error
+            what = "it is another user's link, or in that user's folder; name another file"
+            raise PermissionError(errno.EPERM, what, path) from error
         return os.open(path, flags, 0o600)
     status = os.fstat(descriptor)
     if status.st_uid not in trusted and not stat.S_ISCHR(status.st_mode):  # a terminal has its own user
