@@ -194,8 +194,8 @@ class Source:
             except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
                 what = str(error) or type(error).__name__
                 raise ConfigError(
-                    f"{self.path}: {module} cannot be parsed ({what}); where it is written for a newer Python, "
-                    "run this with that one"
+                    f"{self.path}: {module} cannot be parsed ({what}); where it is written for a newer "
+                    "Python, run this with that one"
                 ) from error
 
     def _text(self, module: str) -> bytes | None:
