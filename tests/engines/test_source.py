@@ -144,7 +144,7 @@ def test_a_hostile_module_is_an_error(tmp_path: Path, kind: str, module: str, er
 def test_a_damaged_wheel_is_an_error(tmp_path: Path) -> None:
     file = wheel(tmp_path, "m-1-py3-none-any.whl", {"m/__init__.py": "def f(): ..." * 9})
     whole = file.read_bytes()
-    found = set()
+    found: set[bool | None] = set()
     for position in range(len(whole)):
         file.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
         try:

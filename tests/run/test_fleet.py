@@ -7,7 +7,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -52,7 +52,7 @@ def address() -> Iterator[tuple[str, Rules]]:
         yield f"http://127.0.0.1:{server.server_address[1]}/rules", rules
 
 
-def rules(*each: dict[str, object]) -> bytes:
+def rules(*each: Mapping[str, object]) -> bytes:
     return json.dumps({"rules": each}).encode()
 
 
