@@ -30,6 +30,14 @@ def folder_of(user: int) -> str:
     return f"/dev/shm/sgl-aspects-prepared-{user}"
 
 
+def block_prefix() -> str:
+    """Return how names of control blocks begin in this PID namespace; the process's id follows.
+
+    Containers may share the folder: elsewhere that id is another process's, which the signal would end.
+    """
+    return f"{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
 def prepare(folder: str = "") -> None:
     """Make this process's control block in a folder, by default the user's, and handle the signal.
 
@@ -50,7 +58,7 @@ def prepare(folder: str = "") -> None:
         signal.signal(signal_number(), _on_signal)
     except (ValueError, AttributeError) as error:  # a system without such signals
         raise OSError(str(error)) from error
-    path = os.path.join(folder, str(os.getpid()))
+    path = os.path.join(folder, block_prefix() + str(os.getpid()))
     block = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     fcntl.flock(block, fcntl.LOCK_EX | fcntl.LOCK_NB)
     _blocks[folder] = block

@@ -23,7 +23,7 @@ from typing import Any
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.files import write_private
+from sgl_aspects.files import unfollowed, write_private
 from sgl_aspects.run import prepared
 from sgl_aspects.run.requests import ask, prepared_process
 from sgl_aspects.weaving import HookReport, HookSource, HookType, Report, Stale, State
@@ -140,7 +140,8 @@ def read_all(folder: str | Path) -> Iterator[ProcessReport]:
     ask(living, f"{__name__}:answer", {}, _ANSWER_SECONDS)
     for file in files:
         try:
-            yield _decoded(json.loads(file.read_text(encoding="utf-8")))
+            with open(file, encoding="utf-8", opener=unfollowed) as opened:
+                yield _decoded(json.load(opened))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{file} is not a report of this version: {error!r}; delete it") from error
 

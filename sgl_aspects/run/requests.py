@@ -14,6 +14,7 @@ import fcntl
 import itertools
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -55,11 +56,17 @@ class Prepared:
                     "not look at its control block; try again"
                 )
             if seconds >= sent * _SIGNAL_SECONDS:  # again where another command has overwritten the block
-                self.control.write_bytes(os.fsencode(path))
-                os.kill(self.process_id, prepared.signal_number())
+                self._signal(path)
                 sent += 1
             time.sleep(0.002)
         return 0.0
+
+    def _signal(self, path: Path) -> None:
+        with _opened(self.control.parent) as directory:
+            if directory is None or not _is_locked(self.control.name, directory):
+                raise ProcessLookupError(f"process {self.process_id} has ended")
+            self.control.write_bytes(os.fsencode(path))
+            os.kill(self.process_id, prepared.signal_number())
 
 
 def prepare_from_environment() -> None:
@@ -86,12 +93,13 @@ def prepared_processes(folder: Path) -> list[Prepared]:
 
     :raises AttachError: the folder is another user's, or a link.
     """
-    found = []
+    found, prefix = [], prepared.block_prefix()
     with _opened(folder) as directory:
         for name in sorted(os.listdir(directory)) if directory is not None else ():
-            if name.isdecimal() and directory is not None:
+            process_id = name.removeprefix(prefix)
+            if process_id != name and process_id.isdecimal() and directory is not None:
                 if _is_locked(name, directory):
-                    found.append(Prepared(int(name), folder / name))
+                    found.append(Prepared(int(process_id), folder / name))
                 else:
                     with contextlib.suppress(OSError):
                         os.unlink(name, dir_fd=directory)
@@ -100,7 +108,7 @@ def prepared_processes(folder: Path) -> list[Prepared]:
 
 def prepared_process(process_id: int, user: int) -> Prepared | None:
     """Return None unless the process was prepared by ``user``, and is still the same one."""
-    path = Path(prepared.folder_of(user), str(process_id))
+    path = Path(prepared.folder_of(user), f"{prepared.block_prefix()}{process_id}")
     with contextlib.suppress(AttachError), _opened(path.parent, user) as directory:
         if directory is not None and _is_locked(path.name, directory):
             return Prepared(process_id, path)
@@ -109,7 +117,7 @@ def prepared_process(process_id: int, user: int) -> Prepared | None:
 
 @contextlib.contextmanager
 def _opened(folder: Path, user: int | None = None) -> Iterator[int | None]:
-    """Give a descriptor of a folder of the user, by default this one; None if there is none."""
+    """Give a descriptor of a folder that this or another user alone may write; None if there is none."""
     user = os.geteuid() if user is None else user
     try:
         directory = unfollowed(str(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -119,8 +127,12 @@ def _opened(folder: Path, user: int | None = None) -> Iterator[int | None]:
     except OSError as error:
         raise AttachError(f"{folder} is not a folder of yours: {error.strerror}") from error
     try:
-        if os.fstat(directory).st_uid != user:
-            raise AttachError(f"{folder} is not a folder of yours: name one of your own")
+        status = os.fstat(directory)
+        if status.st_uid != user or status.st_mode & 0o022:
+            raise AttachError(
+                f"{folder} is not a folder of yours alone (user {status.st_uid}, mode "
+                f"{stat.filemode(status.st_mode)}): name one that only you may write"
+            )
         yield directory
     finally:
         os.close(directory)

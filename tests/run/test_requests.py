@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from sgl_aspects.errors import AttachError
+from sgl_aspects.errors import AttachError, ConfigError
+from sgl_aspects.run import prepared
 from sgl_aspects.run.process_reports import read_all
-from sgl_aspects.run.requests import Request, ask, prepared_processes
+from sgl_aspects.run.requests import Prepared, Request, ask, prepared_processes
 
 IDLE = """
 import os, sys, threading, time
@@ -46,7 +48,7 @@ def test_an_idle_process_answers_and_has_no_thread_that_waits(
     (answer,) = ask(processes, "asked:answer", {"wanted": "this"}, 20.0)
     assert (answer["process"], answer["wanted"]) == (idle.pid, "this")
     assert len(answer["threads"]) == 2  # its main thread, and the one that answers and ends
-    assert [path.name for path in tmp_path.iterdir()] == [str(idle.pid)]
+    assert [path.name for path in tmp_path.iterdir()] == [prepared.block_prefix() + str(idle.pid)]
 
 
 def test_several_commands_ask_at_the_same_time(tmp_path: Path, idle: subprocess.Popen[str]) -> None:
@@ -73,6 +75,53 @@ def test_a_killed_process_is_not_asked_and_its_control_block_goes(
     request.remove()
     assert prepared_processes(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_a_process_of_another_container_is_not_asked_by_its_number_there(tmp_path: Path) -> None:
+    """Here that is another process, which the signal would end; they may share /dev/shm."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", IDLE, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready 1\n"
+            blocks = list(tmp_path.iterdir())
+            assert len(blocks) == 1
+            assert prepared_processes(tmp_path) == []
+            assert list(tmp_path.iterdir()) == blocks
+        finally:
+            process.kill()
+
+
+def test_a_folder_that_others_may_write_holds_no_processes_to_ask(tmp_path: Path) -> None:
+    """They could lock a file with any process's number, which the signal would end."""
+    tmp_path.chmod(0o1777)
+    with pytest.raises(AttachError, match="is not a folder of yours alone"):
+        prepared_processes(tmp_path)
+
+
+def test_no_process_that_took_over_an_id_is_signalled(tmp_path: Path, idle: subprocess.Popen[str]) -> None:
+    (one,) = prepared_processes(tmp_path)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            taken = Prepared(other.pid, one.control)
+            idle.kill()
+            idle.wait()
+            with pytest.raises(AttachError, match="ended meanwhile"):
+                ask([taken], "asked:answer", {}, 20.0)
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
+def test_a_report_that_is_a_pipe_or_a_link_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("{}")
+    for make in (os.mkfifo, lambda path: path.symlink_to(tmp_path / "file")):
+        report = tmp_path / "1-a.hooks.json"
+        make(report)
+        with pytest.raises(ConfigError, match="is not a report"):
+            list(read_all(tmp_path))
+        report.unlink()
 
 
 def test_a_living_process_writes_its_report_again_when_it_is_read(tmp_path: Path) -> None:
