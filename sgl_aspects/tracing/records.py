@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 #: The error of a span whose process ended first.
 UNFINISHED = "unfinished"
@@ -21,6 +21,21 @@ AttributeValue: TypeAlias = "str | bool | int | float | list[str] | list[int] | 
 def error_type(error: BaseException | None) -> str:
     """Return ``error.type``: the exception's class, never its message, which may hold a prompt."""
     return "" if error is None else type(error).__qualname__
+
+
+def encodable(value: Any) -> Any:
+    """Return valid UTF-8, numbers of 64 bits, or lists of these, for an exporter.
+
+    A value that it has no form for would cost it the whole batch.
+    """
+    kind = value.__class__
+    if kind is str:
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    if value is None or kind is float or kind is bool or (kind is int and -(1 << 63) <= value < 1 << 63):
+        return value
+    if kind is list or kind is tuple:
+        return [encodable(str(each) if isinstance(each, (list, tuple)) else each) for each in value]
+    return encodable(str(value))
 
 
 @dataclass(frozen=True, eq=False)

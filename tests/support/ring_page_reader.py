@@ -20,7 +20,7 @@ def read_page(path: Path) -> dict[str, Any]:
         return int.from_bytes(data[offset : offset + size], "little")
 
     assert data[:8] == b"SGLARING"
-    assert word(8) == 6
+    assert word(8) == 7
     slots, slot_bytes, definitions_at, slots_at = word(40), word(48), word(56), word(64)
     assert len(data) == slots_at + slots * slot_bytes
     definitions = _definitions(data[definitions_at : definitions_at + word(16 * 8)])
@@ -57,7 +57,12 @@ def _record(kind: Any, *fields: Any, definitions: list[Any]) -> tuple[Any, ...]:
     if kind == "begin":
         name, attributes = definitions[fields[0]]
         return ("begin", name, [*attributes], *fields[1:])
-    return ({"request": "received"}.get(kind, kind), *fields)
+    named = [_named(each, definitions) if isinstance(each, dict) else each for each in fields]
+    return ({"request": "received"}.get(kind, kind), *named)
+
+
+def _named(attributes: dict[Any, Any], definitions: list[Any]) -> dict[str, Any]:
+    return {definitions[key] if isinstance(key, int) else key: value for key, value in attributes.items()}
 
 
 def _definitions(data: bytes) -> list[Any]:

@@ -30,12 +30,14 @@ VALUES: list[Any] = [
     *("", "text", "ü" * 200, "x" * 70_000, True, False, 0, -1, 127, 128, (1 << 63) - 1, -(1 << 63)),
     *(0.0, -0.5, float("inf"), [], ["a", "b"], [1, 2, 300], [0.5], (True, False)),
 ]
+# Texts for which UTF-8 has no form, numbers of more than 64 bits, other objects.
+ODD: list[Any] = ["\ud800 text", 1 << 70, -(1 << 70), ["\udfff", "a"], [1 << 70], [[1]], {"a": 1}]
 # 1, 1.0 and True are equal, and are written differently.
 TYPED: dict[str, tuple[type, list[Any]]] = {
-    "whole": (int, [None, 0, 1, 300, -5, 1 << 40]),
+    "whole": (int, [None, 0, 1, 300, -5, 1 << 40, ODD[1]]),
     "number": (float, [None, 0.0, 1.0, -0.25]),
     "choice": (bool, [None, True, False]),
-    "text": (str, [None, "", "decode", "ü" * 300]),
+    "text": (str, [None, "", "decode", "ü" * 300, ODD[0]]),
     "any": (object, [None, 1, 1.0, True, "a", ["a"]]),
 }
 NAMES = {name: kind for name, (kind, _) in TYPED.items()}
@@ -50,7 +52,8 @@ def any_span(luck: random.Random) -> CollectedSpan:
     start, links = luck.getrandbits(61), [root(luck) for _ in range(luck.randint(0, 9))]
     names = [f"attribute {number}" for number in range(luck.randint(0, 12))]
     attributes: Any = {name: luck.choice([1, 1.0, *VALUES]) for name in names}
-    attributes = luck.choice([None, attributes, BoundedAttributes(3, attributes)])
+    odd = {**attributes, "odd": luck.choice(ODD), "gen_ai.response.id": luck.choice(["a", ODD[0]])}
+    attributes = luck.choice([None, odd, BoundedAttributes(3, attributes)])
     why = Status(StatusCode.ERROR, "why ü")
     return CollectedSpan(
         resource=luck.choice(RESOURCES),

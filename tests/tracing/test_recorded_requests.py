@@ -72,13 +72,12 @@ def test_requests_arrive_as_they_were_written(tmp_path: Path) -> None:
 def test_an_odd_id_arrives_whole(tmp_path: Path, rid: str) -> None:
     begin = request(rid, {**ASKED, REQUEST_ID: rid, HEADER_REQUEST_ID: [rid]})
     found = written(tmp_path, begin, RequestSeen(3, rid, 6), [rid, [rid], *[None] * 8])
-    exported = rid.encode("utf-8", "replace").decode()
     for start in range(0, 9, 3):
         began, seen, ended = found[start : start + 3]
         # Two processes name a request by its id: it is the same in both, whatever it is.
         assert began.request_id == seen.request_id == rid
-        assert began.attributes == {**ASKED, REQUEST_ID: exported, HEADER_REQUEST_ID: [exported]}
-        assert ended.values == [exported, [exported], *[None] * 8]
+        assert began.attributes == {**ASKED, REQUEST_ID: rid, HEADER_REQUEST_ID: [rid]}
+        assert ended.values == [rid, [rid], *[None] * 8]
 
 
 @pytest.mark.parametrize("rid", ODD_IDS)
@@ -93,8 +92,7 @@ def test_an_id_without_an_attribute_arrives_whole(tmp_path: Path, rid: str) -> N
 def test_an_attribute_of_any_kind_arrives(tmp_path: Path, value: Any) -> None:
     begin = request("r", {**ASKED, REQUEST_ID: "r", HEADER_REQUEST_ID: value, "other": value})
     for began in written(tmp_path, begin):
-        expected = {TOO_LARGE: str(TOO_LARGE), "\ud800": "?", ("a", "b"): ["a", "b"]}
-        shown = value if isinstance(value, list) else expected.get(value, value)
+        shown = [*value] if isinstance(value, tuple) else value
         more = {} if value is None else {HEADER_REQUEST_ID: shown, "other": shown}
         assert began.attributes == {**ASKED, REQUEST_ID: "r", **more}
 

@@ -50,16 +50,11 @@ def comparable(record: Record) -> tuple[Any, ...]:
     }[type(record)]
     fields: list[Any] = []
     for field in record:
-        fields += [field.name, [*field.attributes]] if isinstance(field, SpanType) else [field]
+        if isinstance(field, SpanType):
+            fields += [field.name, [*field.attributes]]
+        else:
+            fields.append([*field] if isinstance(field, tuple) else field)
     return (name, *fields)
-
-
-def encodable(record: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The page's reader gives numbers as they were written."""
-    lists = [field for field in record if isinstance(field, list)]
-    for each in lists:
-        each[:] = [str(value) if value == TOO_LARGE else value for value in each]
-    return record
 
 
 def test_a_reader_written_from_the_page_agrees(tmp_path: Path) -> None:
@@ -69,7 +64,7 @@ def test_a_reader_written_from_the_page_agrees(tmp_path: Path) -> None:
     ours = read_all(reader)
     (path,) = tmp_path.glob("*.ring")
     page = read_page(path)
-    assert [comparable(record) for record in ours] == [*map(encodable, page["records"])]
+    assert [comparable(record) for record in ours] == page["records"]
     assert page["pid"] == os.getpid()
     assert (page["dropped"], reader.damaged) == (0, 0)
     assert len(ours) == 20
@@ -77,11 +72,11 @@ def test_a_reader_written_from_the_page_agrees(tmp_path: Path) -> None:
     assert spans[14].values == ["decode", -5, 0.125, True, None]
     assert spans[14].links == [11, 12]
     assert (spans[15].error, spans[15].values[:3]) == ("ValueError", ["extend", 1 << 62, -1e300])
-    assert (spans[16].error, spans[16].values[1]) == ("ValueError", str(TOO_LARGE))
+    assert (spans[16].error, spans[16].values[1]) == ("ValueError", TOO_LARGE)
     assert spans[17].links == list(range(100, 200))
     assert spans[18].values == list(range(40))
     assert spans[19].values == [["stop"]]
-    assert spans[21].values == [str(TOO_LARGE)]
+    assert spans[21].values == [TOO_LARGE]
     assert spans[(1 << 64) - 1].values == ["x" * 5000]
     recorder.close()
     reader.close()
@@ -98,7 +93,6 @@ def test_attributes_whose_type_comes_with_the_value(tmp_path: Path) -> None:
     reader = RunReader(str(tmp_path))
     found = [record.values for record in read_all(reader) if isinstance(record, SpanEnd)]
     found = [[value for value in each if value is not None] for each in found]
-    values[6] = ["b", str(TOO_LARGE)]
     assert found == [[value for value in each if value is not None] for each in values] * 20
     assert [type(value) for each in found[4:6] for value in each] == [int, int, float, int]
     assert reader.damaged == 0

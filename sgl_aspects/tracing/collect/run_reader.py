@@ -139,6 +139,8 @@ class RunReader:
             else:
                 self.writers[reader.name] = reader
                 found.append(reader)
+        # The process that gets the requests starts before its scheduler, whose records then need not wait.
+        self.writers = dict(sorted(self.writers.items(), key=lambda item: item[1].started_ns))
         return found
 
 

@@ -17,8 +17,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.reader import RingReader as Writer
 from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, RootContext
-from sgl_aspects.tracing.record.codec import encodable
-from sgl_aspects.tracing.records import UNFINISHED, SpanEnd
+from sgl_aspects.tracing.records import UNFINISHED, SpanEnd, encodable
 from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
 from sgl_aspects.tracing.variables import SpanLimits
 
@@ -143,9 +142,8 @@ class SpanBuilder:
                     status = _ERROR
             held = attributes
             if self._limits is not None:
-                held = BoundedAttributes(
-                    self._limits.attributes, attributes, max_value_len=self._limits.length
-                )
+                found = {key: encodable(value) for key, value in attributes.items()}
+                held = BoundedAttributes(self._limits.attributes, found, max_value_len=self._limits.length)
                 links = BoundedList.from_seq(self._limits.links, links)
         resource = self.resources.get(writer.name) or self.make_resource(writer)
         end_ns = max(start_ns, end_ns)

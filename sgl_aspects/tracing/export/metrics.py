@@ -18,7 +18,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 from sgl_aspects import compat
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.export.step_time import AddedTime
-from sgl_aspects.tracing.records import AttributeValue, RequestBegin, SpanEnd
+from sgl_aspects.tracing.records import AttributeValue, RequestBegin, SpanEnd, encodable
 
 # Boundaries from the conventions, in seconds and in tokens.
 REQUEST_DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -176,7 +176,7 @@ class EngineMetrics:
         """Count an ended request. ``first_token_ns``: the scheduler's (0: none), for non-streamed answers."""
         known = zip(end.type.attributes, end.values)
         values = {**begin.attributes, **{name: value for name, value in known if value is not None}}
-        common = {name: str(values[name]) for name in _OF_REQUEST if values.get(name) is not None}
+        common = {name: encodable(str(values[name])) for name in _OF_REQUEST if values.get(name) is not None}
         if (tenant := values.get(schema.TENANT)) is not None:
             common[schema.TENANT] = self._label_of(str(tenant))
         duration = max(0, end.end_ns - begin.start_ns) / 1e9

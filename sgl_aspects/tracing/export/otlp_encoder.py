@@ -18,6 +18,7 @@ from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from sgl_aspects.tracing.export.span import SCOPE, UNSET, CollectedSpan, RootContext
+from sgl_aspects.tracing.records import encodable
 from sgl_aspects.tracing.schema import REQUEST_ID, RESPONSE_ID
 
 _DOUBLE = struct.Struct("<d").pack
@@ -79,7 +80,7 @@ class _Values(dict[Any, bytes]):
     def __missing__(self, value: Any) -> bytes:
         if value is None:
             return b""
-        encoded = _field(b"\x4a", self._key + _field(b"\x12", _value(value)))
+        encoded = _field(b"\x4a", self._key + _field(b"\x12", _value(encodable(value))))
         if len(encoded) <= _LONGEST_KEPT:
             if len(self) >= _MOST_KEPT:
                 self.clear()
@@ -126,7 +127,7 @@ def _ids(key: str) -> _Encoder:
     def encode(value: str | None) -> bytes:
         if value is None:
             return b""
-        text = value.encode()
+        text: bytes = encodable(value).encode()
         return starts[len(text)] + text
 
     return encode
@@ -135,7 +136,9 @@ def _ids(key: str) -> _Encoder:
 def _lists(key: str) -> _Encoder:
     """Like :func:`_values`, without a cache, for lists and any other type."""
     start = _field(b"\x0a", key.encode())
-    return lambda value: b"" if value is None else _field(b"\x4a", start + _field(b"\x12", _value(value)))
+    return lambda value: (
+        b"" if value is None else _field(b"\x4a", start + _field(b"\x12", _value(encodable(value))))
+    )
 
 
 _OF_TYPE: dict[type, Callable[[str], _Encoder]] = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -14,7 +15,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from sgl_aspects import __version__
-from sgl_aspects.tracing.records import AttributeValue
+from sgl_aspects.tracing.records import AttributeValue, encodable
 
 SCOPE = InstrumentationScope("sgl_aspects", __version__)
 UNSET = Status(StatusCode.UNSET)
@@ -65,10 +66,11 @@ class CollectedSpan(NamedTuple):
 
     def readable(self) -> ReadableSpan:
         """Return OpenTelemetry's form of it."""
-        attributes = self.attributes
-        if attributes is None:
-            known = zip(self.names, self.values)
-            attributes = {name: value for name, value in known if value is not None}
+        known: Any = self.attributes
+        if known is None:
+            known = dict(zip(self.names, self.values))
+        if not isinstance(known, BoundedAttributes):
+            known = {name: encodable(value) for name, value in known.items() if value is not None}
         root = self.root
         links: Sequence[Link] = [Link(each.of(each.span_id, is_remote=each.is_remote)) for each in self.links]
         if isinstance(self.links, BoundedList):
@@ -80,7 +82,7 @@ class CollectedSpan(NamedTuple):
             context=root.of(self.span_id),
             parent=root.of(self.parent_id, is_remote=self.is_parent_remote) if self.parent_id else None,
             resource=self.resource,
-            attributes=attributes,
+            attributes=known,
             links=links,
             kind=self.kind,
             status=self.status,

@@ -25,6 +25,7 @@ from sgl_aspects.tracing.records import (
     SpanBegin,
     SpanEnd,
     SpanType,
+    encodable,
 )
 
 #: The values that need no conversion.
@@ -52,6 +53,7 @@ _STEP = struct.Struct(f"<{layout.STEP_WORDS}Q")
 # Raised for damaged data.
 _ERRORS = (ValueError, TypeError, LookupError, EOFError, MemoryError, RecursionError, struct.error)
 _new: Any = tuple.__new__
+_head_at = layout.SLOT_HEAD.unpack_from
 
 
 class DamagedError(ValueError):
@@ -86,22 +88,6 @@ def definition(what: SpanType | str) -> str:
     return json.dumps([what.name, {name: kind.__name__ for name, kind in known}])
 
 
-def encodable(value: Any) -> Any:
-    """Return valid UTF-8, numbers of 64 bits, or lists of these: one bad value would cost its whole batch."""
-    kind = value.__class__
-    if kind is str:
-        return value if value.isascii() else value.encode("utf-8", "replace").decode()
-    if value is None or kind is float or kind is bool or (kind is int and -(1 << 63) <= value < 1 << 63):
-        return value
-    if kind is list or kind is tuple:
-        return [encodable(str(each) if isinstance(each, (list, tuple)) else each) for each in value]
-    return encodable(str(value))
-
-
-def _encodable_dict(attributes: dict[Any, Any]) -> dict[str, Any]:
-    return {encodable(str(key)): encodable(value) for key, value in attributes.items() if value is not None}
-
-
 class Decoder:
     """The definitions of one ring, and its incomplete records.
 
@@ -128,9 +114,11 @@ class Decoder:
             try:
                 if data[position] == layout.KIND_STEP:
                     records += self._step(data, position)
-                else:
-                    record = self._record(data, position)
-                    if record is not None:
+                elif content := self._content(data, position):
+                    fields = marshal.loads(content)
+                    if fields[0].__class__ is int:
+                        records.append(self._span(*fields))
+                    elif (record := self._event(*fields)) is not None:
                         records.append(record)
             except _ERRORS:
                 damaged += 1
@@ -153,27 +141,26 @@ class Decoder:
         links = self._groups.get(words[layout.STEP_GROUP], ())
         return spans_of(words, self._text, links, self.last_ns)
 
-    def _record(self, data: bytes, position: int) -> Record | None:
-        kind, part, parts, size, checksum, first, content, _ = layout.SLOT.unpack_from(data, position)
+    def _content(self, data: bytes, position: int) -> bytes | None:
+        """Return a record's bytes; None for a part of one whose end has not come."""
+        kind, part, parts, size, checksum, first = _head_at(data, position)
         if kind != layout.KIND_RECORD or part >= parts:
             raise DamagedError(f"a record of kind {kind}, part {part} of {parts}")
+        position += layout.SLOT_HEAD.size
+        content: bytes | None = data[position : position + min(size, layout.PART_BYTES)]
         if parts != 1:
-            content = self._joined(first, part, parts, content)
-            if content is None:
-                return None
-        content = content[:size]
-        if crc32(content) != checksum:
+            content = self._joined(first, part, parts, data[position : position + layout.PART_BYTES], size)
+        if content is not None and crc32(content) != checksum:
             raise DamagedError("a record with another checksum")
-        fields = marshal.loads(content)
-        if fields[0].__class__ is int:
-            return self._span(*fields)
-        name, *fields = fields
+        return content
+
+    def _event(self, name: str, *fields: Any) -> Record | None:
         read, kinds = _READERS[name]
         if len(fields) != len(kinds) or not all(map(isinstance, fields, kinds)):
             raise DamagedError(f"fields of the wrong type in a record {name!r}")
         return read(self, *fields)
 
-    def _joined(self, first: int, part: int, parts: int, content: bytes) -> bytes | None:
+    def _joined(self, first: int, part: int, parts: int, content: bytes, size: int) -> bytes | None:
         """Keep a part of a record; return the whole with the last one. ``first``: the number of its first."""
         found = self._parts.pop(first, [])
         self._part_count -= len(found)
@@ -181,7 +168,7 @@ class Decoder:
             raise DamagedError("a part of a record is missing")
         found.append(content)
         if len(found) == parts:
-            return b"".join(found)
+            return b"".join(found)[:size]
         self._parts[first] = found
         self._part_count += len(found)
         while self._part_count > _PENDING_PARTS:
@@ -209,16 +196,10 @@ class Decoder:
             self.last_ns = end
         if links:
             _check(*links)
-        values = [
-            value
-            if value.__class__ is float or (value.__class__ is str and value.isascii())
-            else encodable(value)
-            for value in values
-        ]
         key = number, *map(type, values)
         kind = self._types.get(key) or self._type_of(key)
         error = error and encodable(error)
-        fields = kind, span_id, root_id, parent_id, start, end, values, error, [*links]
+        fields = kind, span_id, root_id, parent_id, start, end, values, error, [*links] if links else ()
         # The same as SpanEnd(…), in a third of the time.
         span: SpanEnd = _new(SpanEnd, fields)
         return span
@@ -232,7 +213,7 @@ class Decoder:
         _check(span_id | parent_id, trace_id=trace_id)
         return RequestBegin(
             *(span_id, request_id, self._time(start), trace_id, parent_id, sampled, state, remote),
-            *(encodable(name), _encodable_dict(attributes)),
+            *(encodable(name), self._named(attributes)),
         )
 
     def _sent(self, span_id: int) -> RequestSent:
@@ -247,7 +228,15 @@ class Decoder:
         return RequestElsewhere(key, trace_id, span_id, sampled)
 
     def _process(self, attributes: dict[str, Any]) -> ProcessDescribed:
-        return ProcessDescribed(_encodable_dict(attributes))
+        return ProcessDescribed(self._named(attributes))
+
+    def _named(self, attributes: dict[Any, Any]) -> dict[str, Any]:
+        """Return attributes whose keys are the numbers of their names, or names that had no room."""
+        return {
+            self._text(key) if key.__class__ is int else encodable(str(key)): value
+            for key, value in attributes.items()
+            if value is not None
+        }
 
     def _group(self, key: int, links: tuple[int, ...]) -> None:
         _check(key, *links)

@@ -8,7 +8,7 @@ from sgl_aspects.run.control import OFFSET
 from sgl_aspects.run.control import SAMPLE_ALL as SAMPLE_ALL
 
 MAGIC = b"SGLARING"
-VERSION = 6
+VERSION = 7
 SUFFIX = ".ring"
 
 HEADER_BYTES = 4096
@@ -51,7 +51,8 @@ KIND_RECORD, KIND_STEP = 1, 2
 #: A record's slot: kind; this part's number, and the number of parts; bytes and checksum of the whole; the
 #: number of the first part's slot; the part; the mark, which is the slot's number.
 PART_BYTES = SLOT_BYTES - 32
-SLOT = struct.Struct(f"<BxHHxxIIQ{PART_BYTES}sQ")
+SLOT_HEAD = struct.Struct("<BxHHxxIIQ")
+SLOT = struct.Struct(f"{SLOT_HEAD.format}{PART_BYTES}sQ")
 MOST_PARTS = (1 << 16) - 1
 MARK = struct.Struct("<Q")
 MARK_OFFSET = SLOT_BYTES - 8

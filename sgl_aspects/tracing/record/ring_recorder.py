@@ -126,14 +126,17 @@ class RingRecorder:
             if not _are_plain(map(_class_of, values)):
                 values = codec.plain(values)
             if number:
-                self._put(
-                    (number, span_id, root_id, parent_id, start_ns, end_ns, (*values,), error, (*links,))
-                )
+                self._put((number, span_id, root_id, parent_id, start_ns, end_ns, values, error, links))
 
         return write
 
     def write(self, event: Event) -> None:
-        self._put((codec.NAMES[type(event)], *map(codec.plain, event)))
+        fields = [self._numbered(each) if each.__class__ is dict else codec.plain(each) for each in event]
+        self._put((codec.NAMES[type(event)], *fields))
+
+    def _numbered(self, attributes: dict[str, AttributeValue]) -> dict[int | str, AttributeValue]:
+        """Return the attributes by the numbers of their names, which repeat with each request."""
+        return {self.text(name) or name: codec.plain(value) for name, value in attributes.items()}
 
     def announce(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
         number = self._definitions.get(type) or self._define(type)
