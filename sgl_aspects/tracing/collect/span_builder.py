@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.reader import RingReader as Writer
-from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, RootContext
+from sgl_aspects.tracing.export.span import UNSET, RootContext
 from sgl_aspects.tracing.records import UNFINISHED, SpanEnd, encodable
 from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
 from sgl_aspects.tracing.variables import SpanLimits
@@ -28,7 +28,6 @@ _NO_LIMITS = SpanLimits()
 _NO_RANK: dict[str, Any] = {}
 _ERROR = Status(StatusCode.ERROR)
 _UNFINISHED = Status(StatusCode.ERROR, "the process ended before the span did")
-_new = tuple.__new__
 
 
 class _ProcessResource(Resource):
@@ -109,50 +108,36 @@ class SpanBuilder:
         self._described: dict[str, Mapping[str, Any]] = {}
         self._ranks: dict[str, dict[str, Any]] = {}
 
-    def build(
+    def complete(
         self,
         writer: Writer,
         record: SpanEnd,
-        root: RootContext,
-        parent_id: int,
-        is_parent_remote: bool,
         kind: SpanKind,
-        name: str,
-        attributes: dict[str, Any],
+        more: Mapping[str, Any],
         links: Sequence[RootContext],
-    ) -> CollectedSpan:
-        """Build the span of ``record`` with what the joiner has found out about it.
+    ) -> tuple[Mapping[str, Any], Sequence[RootContext], Status]:
+        """Return all attributes of a span, its links within the limits, and its status.
 
-        ``attributes``: those that the record does not have; modified.
+        ``more``: the attributes that its record does not have.
         """
-        type, span_id, _, _, start_ns, end_ns, values, error, _ = record
-        status, names = UNSET, type.attributes
-        held: Mapping[str, Any] | None = None
-        if attributes or error or self.adds_attributes:
-            attributes |= {key: value for key, value in zip(names, values) if value is not None}
-            attributes |= self._ranks.get(writer.name, _NO_RANK)
-            if error == UNFINISHED and writer.was_detached:
-                attributes[schema.DETACHED_FLAG] = True
-            elif error == UNFINISHED:
-                attributes |= {schema.ERROR_TYPE: UNFINISHED, schema.UNFINISHED_FLAG: True}
-                status = _UNFINISHED
-            elif error:
-                attributes[schema.ERROR_TYPE] = error
-                if not (kind is SpanKind.SERVER and _is_callers_mistake(attributes.get(schema.STATUS_CODE))):
-                    status = _ERROR
-            held = attributes
-            if self._limits is not None:
-                found = {key: encodable(value) for key, value in attributes.items()}
-                held = BoundedAttributes(self._limits.attributes, found, max_value_len=self._limits.length)
-                links = BoundedList.from_seq(self._limits.links, links)
-        resource = self.resources.get(writer.name) or self.make_resource(writer)
-        end_ns = max(start_ns, end_ns)
-        # The same as CollectedSpan(…), in a third of the time.
-        fields = (
-            *(resource, root, span_id, parent_id, is_parent_remote, kind, name, start_ns, end_ns),
-            *(names, values, held, links, status),
-        )
-        return _new(CollectedSpan, fields)
+        error, named = record.error, zip(record.type.attributes, record.values)
+        attributes = {**more, **{key: value for key, value in named if value is not None}}
+        attributes |= self._ranks.get(writer.name, _NO_RANK)
+        status = UNSET
+        if error == UNFINISHED and writer.was_detached:
+            attributes[schema.DETACHED_FLAG] = True
+        elif error == UNFINISHED:
+            attributes |= {schema.ERROR_TYPE: UNFINISHED, schema.UNFINISHED_FLAG: True}
+            status = _UNFINISHED
+        elif error:
+            attributes[schema.ERROR_TYPE] = error
+            if not (kind is SpanKind.SERVER and _is_callers_mistake(attributes.get(schema.STATUS_CODE))):
+                status = _ERROR
+        if self._limits is None:
+            return attributes, links, status
+        found = {key: encodable(value) for key, value in attributes.items()}
+        held = BoundedAttributes(self._limits.attributes, found, max_value_len=self._limits.length)
+        return held, BoundedList.from_seq(self._limits.links, links), status
 
     def describe(self, writer: Writer, attributes: Mapping[str, Any]) -> None:
         """Add the process's own attributes to all of its spans from here on."""
