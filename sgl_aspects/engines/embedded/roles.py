@@ -57,8 +57,8 @@ EMBEDDED = Engine(
     roles={
         # In the process of the caller.
         "receive_request": Role((f"{_MANAGER}.receive_request",), ("_", "request"), required=True),
-        "tokenize_request": Role((f"{_MANAGER}.tokenize_request",), ("_", "state:handle")),
-        "send_request": Role((f"{_MANAGER}.send_request",), ("_", "state:handle"), required=True),
+        "tokenize_request": Role((f"{_MANAGER}.tokenize_request",), ("_", "request:handle")),
+        "send_request": Role((f"{_MANAGER}.send_request",), ("_", "tokenized:handle"), required=True),
         "detokenize": Role((f"{_MANAGER}.detokenize",), ("_", "state:handle")),
         "finish_request": Role(
             (f"{_MANAGER}.finish_request",),
@@ -105,6 +105,7 @@ EMBEDDED = Engine(
         "request.choice_count": lambda request: request.sampling_params.n if request.group else None,
         "manager.model": "model",
         "manager.in_flight": _in_flight,
+        "tokenized.rid": "rid",
         "tokenized.count": lambda tokens: len(tokens) if isinstance(tokens, list) else None,
         "state.rid": "rid",
         "state.prompt_tokens": "prompt_tokens",

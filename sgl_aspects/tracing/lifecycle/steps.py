@@ -247,7 +247,7 @@ class StepTracker(native.Tracker):
         """Write the steps whose device time is known by now, and the oldest above the limit."""
         late, self.late = self.late, []
         for step in late:
-            if self._read_events(step, step.events):
+            if self._read_events(step):
                 self._write(step)
             else:
                 self.late.append(step)
@@ -301,16 +301,22 @@ class StepTracker(native.Tracker):
     def give_back_events(self, events: Any) -> None:
         self.spare_events.append(events)
 
-    def _read_events(self, step: Step, events: Any) -> bool:
+    def device_ns(self, events: Any) -> int | None:
+        """Return the time between two events, which are free again; None: the device has not reached them."""
         try:
             milliseconds = events[2]()  # querying the event first takes as long again
-        except RuntimeError:  # the device has not reached the event
+        except RuntimeError:
+            return None
+        self.spare_events.append(events)
+        return max(0, int(milliseconds * 1e6))
+
+    def _read_events(self, step: Step) -> bool:
+        nanoseconds = self.device_ns(step.events)
+        if nanoseconds is None:
             return False
-        nanoseconds = max(0, int(milliseconds * 1e6))
         step.words[step.block + layout.STEP_DEVICE_TIME] = nanoseconds + 1
         self.untimed = layout.UNTIMED_REPLAYS if nanoseconds < layout.SHORT_REPLAY_NS else 0
         step.events = None
-        self.spare_events.append(events)
         return True
 
     def flush(self) -> None:

@@ -42,7 +42,6 @@ class WorkerObserver:
         self._step_id = 0
         self._graph: str | None = None
         self._has_events = True
-        self._spare: list[Any] = []
         self._waiting: collections.deque[tuple[Any, Any]] = collections.deque()
 
     def observations(self) -> list[Observation]:
@@ -75,18 +74,18 @@ class WorkerObserver:
             return None
         self._step_id, self._graph = step_id, None
         platform = self._platform_of(self._runner(args, kwargs))
-        events = self._take_events(platform)
+        events, stream = self._take_events(platform)
         start_ns = monotonic_ns()
         if events is not None:
-            events[0].record()
-        return start_ns, step_id, batch, platform, events
+            events[0](stream)
+        return start_ns, step_id, batch, platform, events, stream
 
     def _forward_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
-        start_ns, step_id, batch, platform, events = token
+        start_ns, step_id, batch, platform, events, stream = token
         if events is not None:
-            events[1].record()
+            events[1](stream)
         end_ns = monotonic_ns()
         mode, reqs, num_tokens = self._values(batch)
         name = getattr(platform, "device_name", None)
@@ -116,27 +115,23 @@ class WorkerObserver:
         if self._waiting:
             self._read_events()
 
-    def _take_events(self, platform: Any) -> Any:
-        """Return a pair of the platform's events; None if it has none, or a graph is being captured."""
+    def _take_events(self, platform: Any) -> tuple[Any, Any]:
+        """Return two of the platform's events and the stream; None if it has none, or a graph is captured."""
         if platform is None or not self._has_events or platform.is_capturing():
-            return None
-        if self._spare:
-            return self._spare.pop()
+            return None, None
         try:
-            return platform.create_event(), platform.create_event()
+            return self._tracker.take_events(platform), platform.current_stream()
         except NotImplementedError:
             self._has_events = False
-            return None
+            return None, None
 
     def _read_events(self) -> None:
-        waiting = self._waiting
-        while waiting:
-            span, (begin, end) = waiting[0]
-            is_done = end.query()
-            if not is_done and len(waiting) <= _MOST_WAITING:
+        while self._waiting:
+            span, events = self._waiting[0]
+            nanoseconds = self._tracker.device_ns(events)
+            if nanoseconds is None and len(self._waiting) <= _MOST_WAITING:
                 return
-            waiting.popleft()
-            if is_done:
-                span[5][_DEVICE_TIME] = begin.elapsed_ms(end) / 1e3
-                self._spare.append((begin, end))
+            self._waiting.popleft()
+            if nanoseconds is not None:
+                span[5][_DEVICE_TIME] = nanoseconds / 1e9
             self._write_forward(*span)
