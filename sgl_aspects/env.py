@@ -40,14 +40,15 @@ def reading_from(environment: Mapping[str, str]) -> Iterator[None]:
         _given.reset(token)
 
 
-def _environment() -> Mapping[str, str]:
+def current() -> Mapping[str, str]:
+    """Return the environment that is read: the process's own, or what :func:`reading_from` was given."""
     given = _given.get()
     return os.environ if given is None else given
 
 
 def spelled(name: str, environment: Mapping[str, str] | None = None) -> str:
     """Return the spelling of ``name`` that is set, or to be set, in ``environment`` (the process's own)."""
-    environment = _environment() if environment is None else environment
+    environment = current() if environment is None else environment
     if name in environment or not name.startswith(_PREFIX):
         return name
     return name.removeprefix(_FAMILY)
@@ -62,7 +63,7 @@ def shortened(environment: Mapping[str, str]) -> dict[str, str]:
 
 def text(name: str, default: str | None = None) -> str | None:
     """Return the value of ``name``, stripped; ``default`` if it is unset or empty."""
-    environment = _environment()
+    environment = current()
     value = environment.get(spelled(name, environment), "").strip()
     return value or default
 
@@ -133,7 +134,7 @@ def number(name: str, *, minimum: float = 0.0) -> float | None:
 
 def names(name: str) -> tuple[str, ...] | None:
     """Return a comma-separated list; None if the variable is unset. Set but empty is the empty list."""
-    environment = _environment()
+    environment = current()
     value = environment.get(spelled(name, environment))
     if value is None:
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgl_aspects import isolated
+from sgl_aspects import env, isolated
 from sgl_aspects.conformance.check import Bench, BrokenPromiseError
 from sgl_aspects.conformance.isolated import call_in_processes
 from sgl_aspects.engines.sglang.conformance import run_child
@@ -45,9 +45,9 @@ def test_a_collector_runs_no_module_of_the_engines_current_folder(
     try:
         # Its packages may be of another version of Python: that it ends is enough.
         with contextlib.suppress(ConfigError):
-            settings = TraceSettings.from_environment()
-            environment = settings.collector_environment({"PATH": "/usr/bin:/bin"})
-            collector = CollectorProcess(folder, environment, settings.prints())
+            with env.reading_from({"PATH": "/usr/bin:/bin"}):
+                settings = TraceSettings.from_environment()
+            collector = CollectorProcess(folder, settings.collector_environment(), settings.prints())
             collector.ask_to_end()
             wait_until(lambda: collector.has_ended)
             collector.abandon()

@@ -122,7 +122,7 @@ def _attach(
             # ring is full.
             if collector is None and not answer.error:
                 collector = CollectorProcess(
-                    str(run.folder), settings.collector_environment(environment), settings.prints()
+                    str(run.folder), settings.collector_environment(), settings.prints()
                 )
         if collector is None:
             raise AttachError(f"nothing is attached to: {problem}")

@@ -17,7 +17,7 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.run import prepared, process_reports
 from sgl_aspects.run.cleaning import clean_up
 
-_TRACE, _RUN = "ASPECTS_TRACE", "ASPECTS_TRACE_RUN"
+_TRACE = "ASPECTS_TRACE"
 # Requests alone: steps, each with a trace of its own, would flood a backend's list. `control` adds them.
 _LEVEL = "1"
 #: The flag that sets each variable.
@@ -170,32 +170,24 @@ def trace_environment(given: Mapping[str, str], arguments: argparse.Namespace, l
     for flag in ("level", "endpoint", "file", "config"):
         if getattr(arguments, flag, None) == "":  # typically an unset variable of a script
             raise ConfigError(f"--{flag} is empty: give it a value, or leave it out")
+    # A wrong setting is reported here, in one line, and not by each process of the program.
+    from sgl_aspects.tracing.settings import TraceSettings, chosen_environment
+
     environment = env.shortened(given)
-    environment.pop(_RUN, None)  # even if a traced program requests it
-    environment[_TRACE] = arguments.level or environment.get(_TRACE) or level
     perfetto = env.spelled("SGL_ASPECTS_TRACE_PERFETTO_FILE", environment)
     with contextlib.suppress(ConfigError):  # of a removed folder; seldom used
         environment[perfetto] = _absolute(environment.get(perfetto) or "trace.json")
-    chosen = []
-    if arguments.endpoint:
-        environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = arguments.endpoint
-        environment.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)  # it would take precedence
-        chosen.append("otlp")
-    if arguments.file:
-        environment["ASPECTS_TRACE_FILE"] = _absolute(arguments.file)
-        chosen.append("otlp-json-file")
-    if chosen:
-        environment["OTEL_TRACES_EXPORTER"] = ",".join(chosen)
-    if arguments.prometheus is not None:
-        environment["OTEL_EXPORTER_PROMETHEUS_PORT"] = str(arguments.prometheus)
-        named = environment.get("OTEL_METRICS_EXPORTER")
-        environment["OTEL_METRICS_EXPORTER"] = ",".join(filter(None, [named, "prometheus"]))
-    # A wrong setting is reported here, in one line, and not by each process of the program.
-    from sgl_aspects.tracing.settings import TraceSettings
-
     typed = {name: f"--{flag}" for name, flag in _FLAGS.items() if getattr(arguments, flag) is not None}
-    with naming_flags(typed), env.reading_from(environment):
-        settings = TraceSettings.from_environment()
-        if settings.level:
-            settings.checked().require_port()
+    with naming_flags(typed):
+        environment = chosen_environment(
+            environment,
+            level=arguments.level or environment.get(_TRACE) or level,
+            endpoint=arguments.endpoint,
+            file=arguments.file and _absolute(arguments.file),
+            prometheus=arguments.prometheus,
+        )
+        with env.reading_from(environment):
+            settings = TraceSettings.from_environment()
+            if settings.level:
+                settings.checked().require_port()
     return environment

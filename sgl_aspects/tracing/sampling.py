@@ -27,11 +27,6 @@ class Sampler(NamedTuple):
         """Return the ratio as a number of 2**32."""
         return round(self.ratio * ALL)
 
-    def variables(self) -> dict[str, str]:
-        """Return the variables from which :func:`sampler_from_environment` makes it."""
-        name = "parentbased_traceidratio" if self.parent_based else "traceidratio"
-        return {"OTEL_TRACES_SAMPLER": name, "OTEL_TRACES_SAMPLER_ARG": repr(self.ratio)}
-
 
 PARENT_DECIDES = Sampler()
 

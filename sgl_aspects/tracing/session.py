@@ -22,14 +22,14 @@ from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
-from sgl_aspects.tracing.settings import TraceSettings
+from sgl_aspects.tracing.settings import RUN, TraceSettings, chosen_environment
 
 if TYPE_CHECKING:
     from sgl_aspects.tracing.sdk import SdkRecorder
 
 logger = logging.getLogger(__name__)
 
-_LEVEL, _RUN, _METRICS = "SGL_ASPECTS_TRACE", "SGL_ASPECTS_TRACE_RUN", "SGL_ASPECTS_TRACE_METRICS"
+_LEVEL, _METRICS = "SGL_ASPECTS_TRACE", "SGL_ASPECTS_TRACE_METRICS"
 # Set for every process below `sgl-aspects run`.
 _BELOW_RUN = "SGL_ASPECTS_RUN"
 # Seconds that a collector needs beyond its flush: to start, to read the rest, to end.
@@ -48,7 +48,6 @@ class TraceSession:
     def __init__(
         self,
         settings: TraceSettings,
-        environment: dict[str, str],
         when_full: Callable[[str], None] | None = None,
     ) -> None:
         self.settings = settings
@@ -98,7 +97,7 @@ class TraceSession:
             try:
                 ring.open()
                 self._collector = CollectorProcess(
-                    self.run_folder, settings.collector_environment(environment), settings.prints()
+                    self.run_folder, settings.collector_environment(), settings.prints()
                 )
             except BaseException:
                 self._release()
@@ -106,7 +105,7 @@ class TraceSession:
                 remove_run_folder(self.run_folder)
                 raise
             self._set_environment(
-                {_LEVEL: str(settings.level), _RUN: self.run_folder, _METRICS: str(int(has_metrics))}
+                {_LEVEL: str(settings.level), RUN: self.run_folder, _METRICS: str(int(has_metrics))}
             )
         self._attach(_options(settings, has_metrics, self._joins))
 
@@ -220,7 +219,8 @@ def _without_taken_port(settings: TraceSettings) -> TraceSettings:
     except ConfigError as error:
         logger.error("%s; this program's traces are recorded nonetheless", error)
         left = tuple(name for name in settings.metric_exporters if name != "prometheus")
-        return replace(settings, metric_exporters=left)
+        environment = {**settings.environment, "OTEL_METRICS_EXPORTER": ",".join(left) or "none"}
+        return replace(settings, metric_exporters=left, environment=environment)
     return settings
 
 
@@ -249,11 +249,8 @@ def attach(
     """
     if _current is not None:
         raise ConfigError("tracing is already attached in this process: close that session first")
-    environment = dict(os.environ)
-    if endpoint:
-        environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
-        environment.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
-    settings = TraceSettings.from_environment().with_choices(
+    environment = chosen_environment(
+        os.environ,
         level=level,
         exporters=exporters,
         endpoint=endpoint,
@@ -261,9 +258,11 @@ def attach(
         service_name=service_name,
         prometheus=prometheus,
     )
+    with env.reading_from(environment):
+        settings = TraceSettings.from_environment()
     if settings.level:
         settings.require_port()
-    return _start(settings, environment)
+    return _start(settings)
 
 
 def current() -> TraceSession | None:
@@ -282,7 +281,7 @@ def attach_from_environment() -> TraceSession | None:
         and settings.recorder == "ring"
     ):
         return None
-    session = _start(settings, dict(os.environ))
+    session = _start(settings)
     session.close_at_exit()
     return session
 
@@ -295,19 +294,17 @@ def join_run(when_full: Callable[[str], None]) -> TraceSession:
     """
     settings = TraceSettings.from_environment()
     if settings.run_folder is None:
-        raise ConfigError(f"{_RUN} is not set: there is no run to join")
-    session = _start(settings, {}, when_full)
+        raise ConfigError(f"{RUN} is not set: there is no run to join")
+    session = _start(settings, when_full)
     if isinstance(session.recorder, RingRecorder) and not session.recorder.open():
         session.close()
         raise ConfigError(f"process {os.getpid()} cannot write its records into {settings.run_folder}")
     return session
 
 
-def _start(
-    settings: TraceSettings, environment: dict[str, str], when_full: Callable[[str], None] | None = None
-) -> TraceSession:
+def _start(settings: TraceSettings, when_full: Callable[[str], None] | None = None) -> TraceSession:
     global _current
-    _current = TraceSession(settings, environment, when_full)
+    _current = TraceSession(settings, when_full)
     return _current
 
 

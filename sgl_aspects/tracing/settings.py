@@ -45,7 +45,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sgl_aspects import env
@@ -76,6 +76,8 @@ RECORDERS = ("ring", "sdk", "off")
 PROTOCOLS = ("http/protobuf", "grpc")
 LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "1": 1, "2": 2, "3": 3, "4": 4}
 
+#: The run folder, set by a run's first process for its children.
+RUN = "SGL_ASPECTS_TRACE_RUN"
 #: The files that `sgl-aspects run` has begun, one a line.
 BEGUN = "SGL_ASPECTS_TRACE_BEGUN"
 _METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
@@ -128,6 +130,8 @@ class TraceSettings:
     run_folder: str | None = None
     #: Whether processes record what only metrics need. Set by the first process for its children.
     has_metrics: bool = False
+    #: Where they are read from.
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_environment(cls) -> TraceSettings:
@@ -165,49 +169,12 @@ class TraceSettings:
             flush_seconds=env.integer("SGL_ASPECTS_TRACE_FLUSH_SECONDS", 3, minimum=0, maximum=3600),
             keep_run_folder=env.flag("SGL_ASPECTS_TRACE_KEEP"),
             prints_summary=env.flag("SGL_ASPECTS_TRACE_SUMMARY"),
-            run_folder=env.text("SGL_ASPECTS_TRACE_RUN"),
+            run_folder=env.text(RUN),
             has_metrics=env.flag("SGL_ASPECTS_TRACE_METRICS"),
+            environment=dict(env.current()),
         )
         # Children only record: the exporters were checked in the first process.
         return settings.checked() if settings.level and not settings.run_folder else settings
-
-    def with_choices(
-        self,
-        *,
-        level: int,
-        exporters: Sequence[str] | None,
-        endpoint: str | None,
-        file: str | None,
-        service_name: str | None,
-        prometheus: int | None = None,
-    ) -> TraceSettings:
-        """Return these settings for a run of its own; None keeps the environment's value."""
-        if not 0 <= level <= 4:
-            raise ConfigError(f"trace level {level}: choose 0 (off), 1 request, 2 scheduler, 3 forward, or 4")
-        if isinstance(exporters, str):
-            exporters = [part.strip() for part in exporters.split(",")]
-        if exporters is None and (file or endpoint):
-            exporters = _chosen_by(endpoint, file)
-        chosen = self.exporters if exporters is None else tuple(dict.fromkeys(exporters))
-        metric_exporters = _metric_exporters(chosen)
-        if prometheus is not None and not 1 <= prometheus <= 65535:
-            raise ConfigError(f"prometheus={prometheus}: name a port from 1 to 65535")
-        if prometheus is not None and "prometheus" not in metric_exporters:
-            metric_exporters = (*metric_exporters, "prometheus")
-        return replace(
-            self,
-            level=0 if self.disabled else level,
-            exporters=chosen,
-            metric_exporters=metric_exporters,
-            prometheus_port=prometheus or self.prometheus_port,
-            endpoint=endpoint or self.endpoint,
-            metrics_endpoint=env.text("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
-            or endpoint
-            or self.metrics_endpoint,
-            file=file or self.file,
-            service_name=service_name or self.service_name,
-            run_folder=None,
-        ).checked()
 
     def checked(self) -> TraceSettings:
         """Return self without ``none``; raises ``ConfigError`` for a choice that cannot work."""
@@ -293,33 +260,54 @@ class TraceSettings:
         """Return whether an exporter may write to standard output: the console's, and third-party ones."""
         return not {*self.exporters, *self.metric_exporters} <= _SILENT
 
-    def collector_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+    def collector_environment(self) -> dict[str, str]:
         """Return the environment in which ``from_environment`` makes these settings, for the collector."""
-        values = {**environment, **self.overrides()}
+        values = dict(self.environment)
         normalise(values)
-        values.pop(env.spelled("SGL_ASPECTS_TRACE_RUN", values), None)
+        values.pop(env.spelled(RUN, values), None)
         values["SGL_ASPECTS_TRACE"] = "off"  # the collector is not traced itself
         values.pop(env.spelled("SGL_ASPECTS_RUN", values), None)  # plugins are for the engine's processes
         for name in ("SGL_ASPECTS_API_KEY", "ASPECTS_API_KEY"):  # the server's own
             values.pop(name, None)
         return values
 
-    def overrides(self) -> dict[str, str]:
-        values = {
-            "SGL_ASPECTS_TRACE_FLUSH_SECONDS": str(self.flush_seconds),
-            "SGL_ASPECTS_TRACE_KEEP": "1" if self.keep_run_folder else "0",
-            "OTEL_TRACES_EXPORTER": ",".join(self.exporters) or "none",
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": self.protocol,
-            "OTEL_METRICS_EXPORTER": ",".join(self.metric_exporters) or "none",
-            "OTEL_PROPAGATORS": "tracecontext" if self.takes_context else "none",
-            **self.sampler.variables(),
-            "OTEL_EXPORTER_PROMETHEUS_PORT": str(self.prometheus_port),
-        }
-        if self.file:
-            values["SGL_ASPECTS_TRACE_FILE"] = self.file
-        if self.service_name:
-            values["OTEL_SERVICE_NAME"] = self.service_name
-        return values
+
+def chosen_environment(
+    environment: Mapping[str, str],
+    *,
+    level: int | str,
+    exporters: Sequence[str] | None = None,
+    endpoint: str | None = None,
+    file: str | None = None,
+    service_name: str | None = None,
+    prometheus: int | None = None,
+) -> dict[str, str]:
+    """Return ``environment`` with these choices for a run of its own; None keeps the environment's value."""
+    values = dict(environment)
+
+    def put(name: str, value: str) -> None:
+        values[env.spelled(name, values)] = value
+
+    values.pop(env.spelled(RUN, values), None)
+    put("SGL_ASPECTS_TRACE", str(level))
+    if endpoint:
+        values["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
+        values.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)  # it would take precedence
+    if file:
+        put("SGL_ASPECTS_TRACE_FILE", file)
+    if exporters is None and (endpoint or file):
+        exporters = _chosen_by(endpoint, file)
+    if exporters is not None:
+        named = exporters if isinstance(exporters, str) else ",".join(exporters)
+        values["OTEL_TRACES_EXPORTER"] = named or "none"
+    if service_name:
+        values["OTEL_SERVICE_NAME"] = service_name
+    if prometheus is not None:
+        values["OTEL_EXPORTER_PROMETHEUS_PORT"] = str(prometheus)
+        with env.reading_from(values):
+            others = TraceSettings.from_environment().metric_exporters
+        values["OTEL_METRICS_EXPORTER"] = ",".join(dict.fromkeys((*others, "prometheus")))
+    return values
 
 
 def _tenant(source: str | None) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -272,7 +271,7 @@ def test_a_collector_that_comes_anew_keeps_whole_traces(tmp_path: Path) -> None:
     wait_until(lambda: file.exists() and '"seen"' in file.read_text())
     kill_collector_for_good(session)
     command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
-    environment = {**os.environ, **session.settings.overrides(), "SGL_ASPECTS_TRACE": "off"}
+    environment = session.settings.collector_environment()
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as again:
         request = failing("abort")
         well()
