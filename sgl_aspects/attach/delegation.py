@@ -28,8 +28,8 @@ from typing import IO, TextIO
 
 import sgl_aspects
 from sgl_aspects import isolated
-from sgl_aspects.attach.owner import Owner
 from sgl_aspects.attach.process_tree import Process
+from sgl_aspects.attach.rights import Owner
 from sgl_aspects.errors import AttachError
 from sgl_aspects.run.collector import is_for_collector
 from sgl_aspects.terminal import printable
@@ -41,7 +41,9 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _KEPT = ("LANG", "LANGUAGE", "LC_", "TZ", "NO_COLOR", "PYTHONPATH")
 
 _PARENT_DEATH_SIGNAL, _NO_NEW_PRIVILEGES, _AMBIENT, _CLEAR_ALL = 1, 38, 47, 4
-_KEYCTL, _JOIN_SESSION = {"x86_64": 250, "aarch64": 219}.get(platform.machine()), 1
+_JOIN_SESSION, _THIS_PROCESS = 1, 1
+# The numbers of the system calls keyctl and ioprio_set.
+_KEYCTL, _IO_PRIORITY = {"x86_64": (250, 251), "aarch64": (219, 30)}.get(platform.machine(), (None, None))
 
 
 def owner_to_become(processes: Sequence[Process]) -> Owner | None:
@@ -71,6 +73,7 @@ def run_as(owner: Owner, module: str, words: Sequence[str], processes: Sequence[
 
     The module gets a socket's number before its words, for :func:`sgl_aspects.attach.debugging.use_debugger`.
     """
+    _share_fate(processes[0].id)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with (
         ours,
@@ -84,6 +87,15 @@ def run_as(owner: Owner, module: str, words: Sequence[str], processes: Sequence[
             _show(command)
             status = command.wait()
     return status if status >= 0 else 128 - status
+
+
+def _share_fate(process_id: int) -> None:
+    """Be killed no later than the process where memory runs out; what this command starts inherits it.
+
+    Here, since a process that changes its user cannot write it before its new program starts.
+    """
+    ours, theirs = (Path(f"/proc/{each}/oom_score_adj") for each in ("self", process_id))
+    ours.write_text(str(max(0, int(ours.read_text()), int(theirs.read_text()))))
 
 
 @contextlib.contextmanager
@@ -150,6 +162,7 @@ def _drop_privileges(owner: Owner, parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
     if _KEYCTL is not None:
         library.syscall(_KEYCTL, _JOIN_SESSION, 0)  # root's keys; a kernel or container without them refuses
+        library.syscall(_IO_PRIORITY, _THIS_PROCESS, 0, 0)
     status = dict(line.split(":", 1) for line in Path("/proc/thread-self/status").read_text().splitlines())
     is_owner = (
         os.getresuid() == (owner.user,) * 3

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_aspects.attach.debugging import debugger
+from sgl_aspects.attach import debugging
 from sgl_aspects.attach.elf import python_image, unused_code
 from sgl_aspects.attach.ptrace import FIRST_RESULT, Call
 from sgl_aspects.errors import AttachError
@@ -91,10 +91,10 @@ def run_file(
         raise AttachError(f"process {process_id} is not Python: it exports no Py_AddPendingCall")
     text = line.encode() + b"\0"
     place = _find_place(process_id, len(text))
-    if not debugger().write(process_id, place.text_at, text):
+    if not debugging.write(process_id, place.text_at, text):
         raise AttachError(f"process {process_id} rejected the injected text")
     add = [(found["Py_AddPendingCall"], found["PyRun_SimpleString"], place.text_at)]
-    stood = debugger().call(process_id, add, place.first_stub_at) or 0.0
+    stood = debugging.call(process_id, add, place.first_stub_at) or 0.0
     try:
         if not _wait(has_started, _BYTECODE_SECONDS):
             stood = max(stood, _run_in_wait(process_id, found, place, has_started))
@@ -106,12 +106,12 @@ def run_file(
 
 def _clear(process_id: int, place: _Place, text_size: int) -> None:
     """Make everything zero again. A call that is still pending finds an empty text from now on."""
-    debugger().write(process_id, place.text_at, b"\0")
+    debugging.write(process_id, place.text_at, b"\0")
     for _ in range(_CLEARING_ATTEMPTS):
         # for a main thread that is just reading the text, or leaving the injected code
         time.sleep(_CLEARING_SECONDS)
         nothing = bytes(2 * _STUB_BYTES + text_size)
-        if debugger().write(process_id, place.first_stub_at, nothing, code=place.code):
+        if debugging.write(process_id, place.first_stub_at, nothing, code=place.code):
             return
 
 
@@ -129,12 +129,12 @@ def _run_in_wait(
     ]
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
-        wait = debugger().wait_of(process_id)
+        wait = debugging.wait_of(process_id)
         if _wait(has_started, _WAITING_SECONDS):
             return 0.0
-        if wait is None or wait != debugger().wait_of(process_id):
+        if wait is None or wait != debugging.wait_of(process_id):
             continue  # it is running: it will execute bytecodes
-        stood = debugger().call(process_id, calls, place.second_stub_at, wait=wait)
+        stood = debugging.call(process_id, calls, place.second_stub_at, wait=wait)
         if stood is not None:
             if _wait(has_started, _BYTECODE_SECONDS):
                 return stood
@@ -150,7 +150,7 @@ def _run_in_wait(
 def _find_place(process_id: int, text_size: int) -> _Place:
     size = 2 * _STUB_BYTES + text_size
     for start, room in unused_code(process_id, size):
-        if not any(debugger().read(process_id, start, room)):
+        if not any(debugging.read(process_id, start, room)):
             return _Place(start)
     if not os.path.exists(f"/proc/{process_id}/exe"):
         raise AttachError(f"process {process_id} has ended")

@@ -3,6 +3,12 @@
 The folder of a run has a folder ``attach`` with: ``package`` (the modules to import), ``processes.json`` (the
 processes attached to or about to be: written before anything is done), and the files of each request to a
 process (:mod:`sgl_aspects.run.requests`).
+
+    python -m sgl_aspects.attach.operation RUN_FOLDER [SOCKET]
+
+is the guard, which detaches when the command is gone, however it ended. ``SOCKET`` is the number of the one
+that leads to root's debugger, if any. Standard input is a pipe from the command: data means that it detached,
+a bare end of file that it died.
 """
 
 from __future__ import annotations
@@ -10,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +29,9 @@ from typing import Any, TypeVar
 import sgl_aspects
 from sgl_aspects import isolated
 from sgl_aspects.attach import injection, package
-from sgl_aspects.attach.debugging import connection
-from sgl_aspects.attach.permissions import check, explained
+from sgl_aspects.attach.debugging import connection, use_debugger
 from sgl_aspects.attach.process_tree import Process, read_process
+from sgl_aspects.attach.rights import check, explained
 from sgl_aspects.errors import AttachError
 from sgl_aspects.files import write_private
 from sgl_aspects.run.collector import collector_state
@@ -42,6 +50,7 @@ _PROCESSES = "processes.json"
 _ANSWER_SECONDS = 300.0  # with many processes on few cores, weaving takes a minute
 _PAUSE_SECONDS = 0.002
 _AGENT = "sgl_aspects.attach.agent:perform"
+_FAREWELL = b"detached"
 _Done = TypeVar("_Done")
 
 
@@ -80,7 +89,7 @@ class Run:
         debugger = connection()
         shared = [] if debugger is None else [debugger.fileno()]
         self._guard = subprocess.Popen(
-            isolated.python("sgl_aspects.attach.guard", str(self.folder), *map(str, shared)),
+            isolated.python("sgl_aspects.attach.operation", str(self.folder), *map(str, shared)),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=shared,
@@ -173,7 +182,7 @@ class Run:
         """
         if self._guard is not None and is_done:
             with contextlib.suppress(BrokenPipeError):
-                self._guard.communicate(b"detached")
+                self._guard.communicate(_FAREWELL)
             self._guard = None
 
     # -- requests -------------------------------------------------------------------------------------------
@@ -208,7 +217,11 @@ class Run:
         """Start a thread that does it; return the request, and for how long the main thread was stopped."""
         interpreter = self._interpreter(process)
         prepared = prepared_process(process.id, os.geteuid())
-        check(process, needs_ptrace=prepared is None and not interpreter.has_remote_exec)
+        check(
+            process.id,
+            needs_ptrace=prepared is None and not interpreter.has_remote_exec,
+            has_capability=connection() is not None,
+        )
         values = {
             "operation": operation,
             "version": sgl_aspects.__version__,
@@ -240,3 +253,16 @@ def run_of(process_id: int) -> Path | None:
         if process_id in {process.id for process in Run(folder).attached()}:
             return folder
     return None
+
+
+def guard(folder: str, debugger: str | None = None) -> None:
+    """Wait for the end of the command; detach unless it reported that it did."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if debugger is not None:
+        use_debugger(int(debugger))
+    if sys.stdin.buffer.read() != _FAREWELL:
+        Run(Path(folder)).abandon()
+
+
+if __name__ == "__main__":
+    guard(*sys.argv[1:])

@@ -55,9 +55,10 @@ class Interpreter:
 def interpreter_of(process: Process) -> str:
     """Return the interpreter of a process of this user, to run another one like it.
 
-    Raises ``AttachError`` for one that is another user's by now: it would be run with this user's rights.
+    Raises ``AttachError`` for one that is another user's by now, or another file: it would be run with this
+    user's rights.
     """
-    executable = os.readlink(f"/proc/{process.id}/exe").removesuffix(" (deleted)")
+    executable = os.readlink(f"/proc/{process.id}/exe")
     user, now = os.stat(f"/proc/{process.id}").st_uid, read_process(process.id)
     if now is None or now.started != process.started:
         raise AttachError(f"process {process.id} has ended")
@@ -65,6 +66,11 @@ def interpreter_of(process: Process) -> str:
         raise AttachError(
             f"process {process.id} has become user {user}'s since the command began, which now leaves it "
             "alone: attach again once it is that user's"
+        )
+    if not (os.path.exists(executable) and os.path.samefile(executable, f"/proc/{process.id}/exe")):
+        raise AttachError(
+            f"process {process.id}: its interpreter {executable} has been replaced since it began, and what "
+            "is there now is not run: start the engine again"
         )
     return executable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,7 +136,7 @@ def engine_tree(process_id: int, *, is_wanted: bool = False) -> list[Process]:
             f"process {process_id} ({named.title}) is not known to be an engine ({known}): "
             "name a configuration with --config FILE, or add --force"
         )
-    descent = _descent(root if is_engine else named, processes.values())
+    descent = _descent(root if is_engine else named, list(processes.values()))
     if not (found := [one for one in descent if _is_of_engine(one)]):
         raise AttachError(f"process {process_id} has ended")
     return found
@@ -146,11 +146,12 @@ def _is_of_engine(process: Process) -> bool:
     return process.is_python and not process.is_helper
 
 
-def _descent(root: Process, processes: Iterable[Process]) -> Iterator[Process]:
-    yield root
-    for process in processes:
-        if process.parent == root.id:
-            yield from _descent(process, processes)
+def _descent(root: Process, processes: Sequence[Process]) -> list[Process]:
+    """Return the process and its descendants; each once, whatever was seen of processes that come and go."""
+    found = [root]
+    for parent in found:
+        found += [each for each in processes if each.parent == parent.id and each not in found]
+    return found
 
 
 def _all_processes() -> Iterator[Process]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sgl_aspects.attach.owner import process_folder
+from sgl_aspects.attach.rights import process_folder
 from sgl_aspects.errors import AttachError
 
 _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
@@ -141,7 +141,7 @@ def _wait_for_stop(process_id: int) -> int:
         time.sleep(0.0001)
 
 
-def _accept(process_id: int, folder: int) -> None:
+def accept(process_id: int, folder: int) -> None:
     """Accept any process that the kernel lets this user debug."""
 
 
@@ -160,7 +160,7 @@ def _memory(process_id: int, mode: str, check: Check) -> Iterator[io.FileIO]:
 
 
 def call_in_main_thread(
-    process_id: int, calls: Sequence[Call], stub_at: int, *, wait: Wait | None = None, check: Check = _accept
+    process_id: int, calls: Sequence[Call], stub_at: int, *, wait: Wait | None = None, check: Check = accept
 ) -> float | None:
     """Make the main thread execute ``calls``, by code at ``stub_at``; returns the seconds of the stop.
 
@@ -181,7 +181,7 @@ def call_in_main_thread(
 
 
 def write_memory(
-    process_id: int, address: int, data: bytes, *, code: range = range(0), check: Check = _accept
+    process_id: int, address: int, data: bytes, *, code: range = range(0), check: Check = accept
 ) -> bool:
     """Write ``data`` while the main thread is stopped; False, and nothing done, if it is inside ``code``."""
     with stopped(process_id), _memory(process_id, "r+b", check) as memory:
@@ -216,7 +216,7 @@ def _registers(process_id: int) -> list[int]:
     return list(_REGISTERS.unpack(buffer.raw))
 
 
-def read_memory(process_id: int, address: int, size: int, *, check: Check = _accept) -> bytes:
+def read_memory(process_id: int, address: int, size: int, *, check: Check = accept) -> bytes:
     with _memory(process_id, "rb", check) as memory:
         return os.pread(memory.fileno(), size, address)
 

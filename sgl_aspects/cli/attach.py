@@ -11,10 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 from sgl_aspects import config, env
+from sgl_aspects.attach.debugging import connection
 from sgl_aspects.attach.delegation import owner_to_become, run_as
 from sgl_aspects.attach.operation import Answer, Run
-from sgl_aspects.attach.permissions import check
 from sgl_aspects.attach.process_tree import Process, engine_tree
+from sgl_aspects.attach.rights import check
 from sgl_aspects.cli.run import add_trace_arguments, trace_environment
 from sgl_aspects.errors import AttachError
 from sgl_aspects.run.collector import CollectorProcess
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (owner := owner_to_become(processes)) is None:
         return _run(arguments, processes)
     for process in processes:
-        check(process, needs_ptrace=prepared_process(process.id, owner.user) is None)
+        check(process.id, needs_ptrace=prepared_process(process.id, owner.user) is None)
     return run_as(owner, "sgl_aspects.cli.as_owner", _words(arguments), processes)
 
 
@@ -87,7 +88,8 @@ def _run(arguments: argparse.Namespace, processes: Sequence[Process]) -> int:
     with env.reading_from(environment):
         settings = TraceSettings.from_environment()
     for process in processes:
-        check(process, needs_ptrace=prepared_process(process.id, os.geteuid()) is None)
+        is_prepared = prepared_process(process.id, os.geteuid()) is not None
+        check(process.id, needs_ptrace=not is_prepared, has_capability=connection() is not None)
     if arguments.dry_run:
         for process in processes:
             way = "through its control block" if prepared_process(process.id, os.geteuid()) else "with ptrace"

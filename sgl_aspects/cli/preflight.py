@@ -10,7 +10,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sgl_aspects.attach.permissions import may_trace
+from sgl_aspects.attach.rights import may_trace
 from sgl_aspects.cli.run import add_trace_arguments, trace_environment
 from sgl_aspects.env import reading_from
 from sgl_aspects.errors import ConfigError

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +17,7 @@ from tests.support.other_user import (
     NOBODY,
     Shared,
     package_folder,
+    process_with,
     require_two_users,
     root_attaches,
     root_command,
@@ -147,78 +146,22 @@ def test_nothing_is_imported_from_the_folder_where_root_stands(interpreter: str,
     assert mark.read_text() == ""
 
 
-_STARTED = ("sgl_aspects.tracing.collector", "sgl_aspects.attach.guard")
-
-
-def test_all_that_the_command_starts_but_the_one_that_stops_threads_is_the_users(
+def test_root_does_not_run_what_took_the_place_of_its_own_processs_interpreter(
     interpreter: str, folders: Shared
 ) -> None:
-    with running_as_nobody(folders.theirs, interpreter) as program:
-        process = root_attaches(program)
-        wait_until(lambda: len(dict(_users_of_processes_with(*_STARTED))) == len(_STARTED))
-        wait_until(lambda: program.states[-1:] == ["woven"])  # those may be another run's
-        users = dict(_users_of_processes_with(*_STARTED))
-        process.send_signal(signal.SIGINT)
-        output = finish(process)
-    assert "2 originals are back" in output
-    assert set(users.values()) == {(NOBODY,) * 4}
-
-
-def _users_of_processes_with(*words: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            line = status.with_name("cmdline").read_bytes().decode().split("\0")
-            text = status.read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        for word in words:
-            folder = Path(line[line.index(word) + 1]) if word in line else Path("/")
-            if folder.exists() and folder.stat().st_uid == NOBODY:
-                users = re.search(r"^Uid:\t(.*)$", text, re.MULTILINE)
-                assert users is not None
-                yield word, tuple(map(int, users[1].split()))
-
-
-def test_the_users_part_has_nothing_of_roots(
-    interpreter: str, folders: Shared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OF_ROOTS", "secret")
-    with running_as_nobody(folders.theirs, interpreter) as program:
-        process = root_attaches(program, folder=folders.ours)
-        wait_until(lambda: program.states[-1:] == ["woven"])
-        part = Path(f"/proc/{_process_with('sgl_aspects.cli.as_owner', str(program.id))}")
-        assert os.readlink(part / "cwd") == "/"
-        assert b"OF_ROOTS" not in (part / "environ").read_bytes()
-        opened = {os.readlink(each) for each in (part / "fd").iterdir()}
-        assert not [each for each in opened if not re.match(r"/dev/null|pipe:|socket:|/dev/shm/sgl-", each)]
-        assert os.getsid(int(part.name)) == int(part.name)  # no terminal of root's
-        status = dict(line.split(":\t", 1) for line in (part / "status").read_text().splitlines())
-        assert status["NoNewPrivs"] == "1"
-        assert {status[f"Cap{which}"] for which in ("Inh", "Prm", "Eff", "Amb")} == {"0" * 16}
-        process.send_signal(signal.SIGINT)
-        finish(process)
-
-
-def test_the_users_part_has_no_limit_or_priority_of_roots(interpreter: str, folders: Shared) -> None:
-    program_of_limits = shutil.which("prlimit")
-    if program_of_limits is None:
-        pytest.skip("setting the program's limits needs util-linux's prlimit")
-    prefix = [program_of_limits, "--nofile=150:200", "--core=0:0"]
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with running_as_nobody(folders.theirs, interpreter, prefix=prefix) as program:
-        try:
-            os.setpriority(os.PRIO_PROCESS, 0, -5)
-            process = root_attaches(program)
-        finally:
-            os.setpriority(os.PRIO_PROCESS, 0, before)
-        wait_until(lambda: program.states[-1:] == ["woven"])
-        part = _process_with("sgl_aspects.cli.as_owner", str(program.id))
-        limits = Path(f"/proc/{part}/limits").read_text()
-        assert re.search(r"Max open files +\d+ +200 ", limits)
-        assert re.search(r"Max core file size +0 +0 ", limits)
-        assert os.getpriority(os.PRIO_PROCESS, part) == 0
-        process.send_signal(signal.SIGINT)
-        assert "2 originals are back" in finish(process)
+    """Its folder went, and another user, who may write in the one above, made it again."""
+    mark, own = folders.theirs / "ran-as", folders.theirs / "python3"
+    shutil.copy(interpreter, own)
+    with running(folders.ours, interpreter=str(own)) as program:
+        assert program.lives(), program.said
+        for trap in (own, own.with_name(f"{own.name} (deleted)")):
+            trap.unlink(missing_ok=True)
+            trap.write_text(f"#!/bin/sh\nid -u >> {mark}; exit 1\n")
+            trap.chmod(0o755)
+            os.chown(trap, NOBODY, NOBODY)
+        assert "its interpreter" in finish(root_attaches(program, "--for=0.1s"))
+        assert program.states == ["original"]
+    assert not mark.exists()
 
 
 # Becomes another user while root is attached to it: a link of that user's could now take the place of its
@@ -262,21 +205,13 @@ def test_kill_9_of_roots_command_or_of_its_users_part_detaches(interpreter: str,
             process = root_attaches(program)
             wait_until(lambda: program.states[-1:] == ["woven"])
             if whose:
-                os.kill(_process_with(whose, str(program.id)), signal.SIGKILL)
+                os.kill(process_with(whose, str(program.id)), signal.SIGKILL)
                 finish(process)
             else:
                 kill_command(process)
             wait_until(lambda: program.states[-1:] == ["original"])
             assert program.lives()
         wait_until(lambda: not _runs_of(program))
-
-
-def _process_with(*words: str) -> int:
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if set(words) <= set(line.read_bytes().decode().split("\0")):
-                return int(line.parent.name)
-    raise AssertionError(words)
 
 
 def _runs_of(program: Program) -> set[Path]:

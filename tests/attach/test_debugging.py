@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sgl_aspects import isolated
-from sgl_aspects.attach.owner import process_folder, started
+from sgl_aspects.attach.rights import process_folder, started
 from tests.support.other_user import NOBODY, require_two_users, run_as_nobody
 from tests.support.processes import wait_until
 
@@ -93,9 +93,10 @@ def test_the_memory_of_its_own_process_is_read(debugger: Debugger) -> None:
     assert debugger.read(debugger.target, debugger.address)["value"] == b"theirs".hex()
 
 
+HERE = {"address": ctypes.addressof(SECRET)}
 OPERATIONS: dict[str, dict[str, Any]] = {
-    "read": {"size": 6},
-    "write": {"data": "00", "code": [0, 0]},
+    "read": {**HERE, "size": 6},
+    "write": {**HERE, "data": "00", "code": [0, 0]},
     "call": {"calls": [[1, 0]], "stub_at": 4096, "wait": None},
     "wait_of": {},
 }
@@ -104,8 +105,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_other_process_is_touched(operation: str, debugger: Debugger) -> None:
     for process in (os.getpid(), debugger.process.pid, os.getppid(), 1):
-        asked = {"address": ctypes.addressof(SECRET), **OPERATIONS[operation]}
-        answer = debugger.ask(operation=operation, process=process, **asked)
+        answer = debugger.ask(operation=operation, process=process, **OPERATIONS[operation])
         assert answer.keys() & {"value", "refused", "number"} <= {"refused", "number"}, answer
     assert SECRET.value == b"of root's"
     assert "value" in debugger.read(debugger.target, debugger.address)  # and it goes on
@@ -115,19 +115,26 @@ def test_no_other_process_is_touched(operation: str, debugger: Debugger) -> None
 def test_nor_one_that_has_the_id_of_a_process_that_has_ended(
     operation: str, target: tuple[int, int, int]
 ) -> None:
-    process, start, address = target
+    process, start, _ = target
     with debugging(process, start - 1) as debugger:
-        answer = debugger.ask(operation=operation, process=process, address=address, **OPERATIONS[operation])
+        answer = debugger.ask(operation=operation, process=process, **OPERATIONS[operation])
         assert "is not one of those" in answer["refused"]
 
 
 def _read(**values: Any) -> bytes:
-    request = {"name": "one", "operation": "read", "process": "TARGET", "address": 4096, "size": 1, **values}
-    return json.dumps(request).encode()
+    return _request(**{"operation": "read", "address": 4096, "size": 1, **values})
 
 
 def _call(**values: Any) -> bytes:
-    return _read(operation="call", **{"calls": [], "stub_at": 4096, "wait": None, **values})
+    return _request(**{"operation": "call", "calls": [], "stub_at": 4096, "wait": None, **values})
+
+
+def _write(**values: Any) -> bytes:
+    return _request(**{"operation": "write", "address": 4096, "data": "00", "code": [0, 0], **values})
+
+
+def _request(**values: Any) -> bytes:
+    return json.dumps({"name": "one", "process": "TARGET", **values}).encode()
 
 
 HOSTILE = {
@@ -144,9 +151,10 @@ HOSTILE = {
     "a negative address": _read(address=-1),
     "an address beyond the memory": _read(address=2**64),
     "an address that is a text": _read(address="4096"),
+    "a value that there is not": _read(check=1),
     "too large a piece": _read(size=1 << 30),
-    "data that are not hexadecimal": _read(operation="write", data="zz", code=[0, 0]),
-    "half a range": _read(operation="write", data="00", code=[0]),
+    "data that are not hexadecimal": _write(data="zz"),
+    "half a range": _write(code=[0]),
     "a call of a text": _call(calls=[["system", 0]]),
     "a call of nothing": _call(calls=[[]]),
     "calls that are a number": _call(calls=7),

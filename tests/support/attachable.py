@@ -163,8 +163,8 @@ def run_folder(process: subprocess.Popen[str]) -> Path | None:
     """The run of this attaching command, as soon as it has one: found by its guard."""
     for child in _children(process.pid):
         words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
-        if "sgl_aspects.attach.guard" in words:
-            return Path(words[words.index("sgl_aspects.attach.guard") + 1])
+        if "sgl_aspects.attach.operation" in words:
+            return Path(words[words.index("sgl_aspects.attach.operation") + 1])
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import shutil
@@ -165,3 +166,12 @@ def root_attaches(program: Program, *words: str, folder: Path | str = "/") -> su
     """Start ``sgl-aspects attach`` as root; the spans go to a file in the program's folder."""
     flags = [f"--config={program.folder / 'aspects.toml'}", f"--file={program.folder / 'spans.jsonl'}"]
     return root_command("attach", str(program.id), *flags, *words, folder=folder)
+
+
+def process_with(*words: str) -> int:
+    """Return the id of a process whose command line has these words."""
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if set(words) <= set(line.read_bytes().decode().split("\0")):
+                return int(line.parent.name)
+    raise AssertionError(words)
