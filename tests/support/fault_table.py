@@ -90,6 +90,19 @@ FAULTS = (
         "nothing; a run's times go on from its beginning",
     ),
     Fault(
+        "rules for a fleet at a hostile address, or of another user",
+        ("tests/run/test_fleet.py",),
+        "nothing; the last right rules stay in force",
+    ),
+    Fault(
+        "files, links, pipes and folders of another user",
+        ("tests/test_anothers_folder.py", "tests/test_private_files.py", "tests/run/test_requests.py"),
+        "nothing; they are refused",
+    ),
+    Fault(
+        "hostile wheels and source folders", ("tests/engines/test_source.py",), "nothing; they are refused"
+    ),
+    Fault(
         "hostile input to the server",
         ("tests/runtime/test_server_fuzz.py", "tests/runtime/test_server.py"),
         "nothing",
