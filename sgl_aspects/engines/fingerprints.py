@@ -11,6 +11,7 @@ from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
 from sgl_aspects.engines.source import Definition, Source
+from sgl_aspects.errors import ConfigError
 
 _REPLACE = "replace"
 # Parts of a syntax tree that say nothing about what the code does, or that not every version of Python has.
@@ -39,7 +40,17 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, node: ast.stmt) -> Fingerprint:
-        """Return the fingerprint of a function, a class or an assignment."""
+        """Return the fingerprint of a function, a class or an assignment.
+
+        :raises ConfigError: it is nested more deeply than Python recurses.
+        """
+        try:
+            return cls._of(node)
+        except RecursionError as error:
+            raise ConfigError(f"line {node.lineno}: it is nested too deeply to be compared") from error
+
+    @classmethod
+    def _of(cls, node: ast.stmt) -> Fingerprint:
         signature = ""
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             awaited = "async " if isinstance(node, ast.AsyncFunctionDef) else ""

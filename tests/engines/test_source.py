@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_aspects.cli.main import main
-from sgl_aspects.engines import SGLANG
+from sgl_aspects.engines import SGLANG, fingerprints
 from sgl_aspects.engines.base import AttributeReader, Engine, Role
 from sgl_aspects.engines.source import Source
 from sgl_aspects.errors import ConfigError
@@ -139,6 +139,12 @@ def test_a_hostile_module_is_an_error(tmp_path: Path, kind: str, module: str, er
     source = Source(tmp_path if kind == "folder" else wheel(tmp_path, "m-1-py3-none-any.whl", files))
     with pytest.raises(ConfigError, match=error):
         source.defines("m.mod:f")
+
+
+def test_a_function_nested_more_deeply_than_python_recurses_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("def f():\n    return " + "-" * 1500 + "1\n")
+    with pytest.raises(ConfigError, match="nested too deeply|cannot be parsed"):
+        fingerprints.lock("m:f", "h:f", "around", Source(tmp_path))
 
 
 def test_a_damaged_wheel_is_an_error(tmp_path: Path) -> None:
