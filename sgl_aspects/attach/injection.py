@@ -17,7 +17,6 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_aspects.attach import debugging
@@ -26,7 +25,9 @@ from sgl_aspects.attach.ptrace import FIRST_RESULT, Call
 from sgl_aspects.errors import AttachError
 
 _FUNCTIONS = ("Py_AddPendingCall", "PyRun_SimpleString", "PyGILState_Ensure", "PyGILState_Release")
+# The injected code: two stubs, since one may still be in use, and then the text.
 _STUB_BYTES = 512
+_CODE_BYTES = 2 * _STUB_BYTES
 _CLEARING_ATTEMPTS, _CLEARING_SECONDS = 20, 0.05
 _BYTECODE_SECONDS = 1.0
 _WAITING_SECONDS = 0.2
@@ -46,25 +47,6 @@ except OSError:
     source = ''
 exec(compile(source, {path!r}, 'exec'))
 """
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The addresses of the injected code: two stubs, since one may still be in use, and the text."""
-
-    first_stub_at: int
-
-    @property
-    def second_stub_at(self) -> int:
-        return self.first_stub_at + _STUB_BYTES
-
-    @property
-    def text_at(self) -> int:
-        return self.first_stub_at + 2 * _STUB_BYTES
-
-    @property
-    def code(self) -> range:
-        return range(self.first_stub_at, self.text_at)
 
 
 def run_file(
@@ -90,33 +72,34 @@ def run_file(
     if len(found) < len(_FUNCTIONS):
         raise AttachError(f"process {process_id} is not Python: it exports no Py_AddPendingCall")
     text = line.encode() + b"\0"
-    place = _find_place(process_id, len(text))
-    if not debugging.write(process_id, place.text_at, text):
+    code_at = _find_place(process_id, _CODE_BYTES + len(text))
+    text_at = code_at + _CODE_BYTES
+    if not debugging.write(process_id, text_at, text):
         raise AttachError(f"process {process_id} rejected the injected text")
-    add = [(found["Py_AddPendingCall"], found["PyRun_SimpleString"], place.text_at)]
-    stood = debugging.call(process_id, add, place.first_stub_at) or 0.0
+    add = [(found["Py_AddPendingCall"], found["PyRun_SimpleString"], text_at)]
+    stood = debugging.call(process_id, add, code_at) or 0.0
     try:
         if not _wait(has_started, _BYTECODE_SECONDS):
-            stood = max(stood, _run_in_wait(process_id, found, place, has_started))
+            stood = max(stood, _run_in_wait(process_id, found, code_at, has_started))
     finally:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
-            _clear(process_id, place, len(text))
+            _clear(process_id, code_at, len(text))
     return stood
 
 
-def _clear(process_id: int, place: _Place, text_size: int) -> None:
+def _clear(process_id: int, code_at: int, text_size: int) -> None:
     """Make everything zero again. A call that is still pending finds an empty text from now on."""
-    debugging.write(process_id, place.text_at, b"\0")
+    debugging.write(process_id, code_at + _CODE_BYTES, b"\0")
     for _ in range(_CLEARING_ATTEMPTS):
         # for a main thread that is just reading the text, or leaving the injected code
         time.sleep(_CLEARING_SECONDS)
-        nothing = bytes(2 * _STUB_BYTES + text_size)
-        if debugging.write(process_id, place.first_stub_at, nothing, code=place.code):
+        nothing, code = bytes(_CODE_BYTES + text_size), range(code_at, code_at + _CODE_BYTES)
+        if debugging.write(process_id, code_at, nothing, code=code):
             return
 
 
 def _run_in_wait(
-    process_id: int, found: dict[str, int], place: _Place, has_started: Callable[[], bool]
+    process_id: int, found: dict[str, int], code_at: int, has_started: Callable[[], bool]
 ) -> float:
     """Make a waiting main thread run the text itself: it runs no bytecode.
 
@@ -124,7 +107,7 @@ def _run_in_wait(
     """
     calls: list[Call] = [
         (found["PyGILState_Ensure"],),
-        (found["PyRun_SimpleString"], place.text_at),
+        (found["PyRun_SimpleString"], code_at + _CODE_BYTES),
         (found["PyGILState_Release"], FIRST_RESULT),
     ]
     deadline = time.monotonic() + _START_SECONDS
@@ -134,7 +117,7 @@ def _run_in_wait(
             return 0.0
         if wait is None or wait != debugging.wait_of(process_id):
             continue  # it is running: it will execute bytecodes
-        stood = debugging.call(process_id, calls, place.second_stub_at, wait=wait)
+        stood = debugging.call(process_id, calls, code_at + _STUB_BYTES, wait=wait)
         if stood is not None:
             if _wait(has_started, _BYTECODE_SECONDS):
                 return stood
@@ -147,11 +130,10 @@ def _run_in_wait(
     )
 
 
-def _find_place(process_id: int, text_size: int) -> _Place:
-    size = 2 * _STUB_BYTES + text_size
+def _find_place(process_id: int, size: int) -> int:
     for start, room in unused_code(process_id, size):
         if not any(debugging.read(process_id, start, room)):
-            return _Place(start)
+            return start
     if not os.path.exists(f"/proc/{process_id}/exe"):
         raise AttachError(f"process {process_id} has ended")
     raise AttachError(f"process {process_id} has no library with {size} unused bytes behind its code")
