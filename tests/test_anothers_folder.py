@@ -56,6 +56,42 @@ def test_root_does_not_change_another_users_run(ring: Path, capsys: pytest.Captu
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "what", ["a ring", "a pipe", "a folder", "a link to root's ring", "root's, that others may write"]
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dump --run RUN",
+        "top --once --run RUN",
+        "control --run RUN",
+        "report RUN",
+        "usage RUN",
+        "why slowest RUN",
+    ],
+)
+def test_root_reads_no_record_that_another_user_may_have_written(
+    words: str, what: str, ring: Path, folders: Shared, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records are decoded by marshal, which hostile data can crash."""
+    if what != "a ring":
+        moved = ring.rename(folders.ours / "ring")
+        if what == "a pipe":
+            os.mkfifo(ring)
+        elif what == "a folder":
+            ring.mkdir()
+        elif what == "a link to root's ring":
+            ring.symlink_to(moved)
+        else:
+            ring.write_bytes(moved.read_bytes())
+            ring.chmod(0o666)
+        if not what.startswith("root's"):
+            give_away(ring.parent)
+    assert main(words.replace("RUN", str(ring.parent)).split()) == 2
+    assert "none of its rings can be read" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["collector.lock", "collector.json"])
 def test_root_does_not_wait_for_a_pipe_in_another_users_run(ring: Path, name: str) -> None:
     (ring.parent / "collector.lock").write_text("1")

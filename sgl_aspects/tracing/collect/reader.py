@@ -33,7 +33,7 @@ class RingReader:
     """One process's ring. ``taken`` is the number of the last record that was read.
 
     :raises DamagedError: it is no ring of this version.
-    :raises PermissionError: it is another user's.
+    :raises PermissionError: it is another user's, or others may write it.
     """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
@@ -63,6 +63,8 @@ class RingReader:
             raise PermissionError(
                 errno.EPERM, f"it is user {status.st_uid}'s: read it as that user", str(self.path)
             )
+        if status.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "others may write it", str(self.path))
         if size < layout.SLOTS_OFFSET:
             raise DamagedError(f"{self.path} is too short for a ring")
         words = self._header()
