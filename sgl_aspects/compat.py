@@ -9,9 +9,7 @@ import importlib.util
 import logging
 import opcode
 import sys
-import threading
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -29,18 +27,6 @@ _FROZEN_AT_START = 2_000
 def is_heap_frozen() -> bool:
     """Return whether ``gc.freeze()`` was called. Counts the frozen objects one by one."""
     return gc.get_freeze_count() > _FROZEN_AT_START
-
-
-def weak_methods(function: types.FunctionType) -> list[Any]:
-    """Return the `weakref.WeakMethod` objects for methods of ``function``."""
-    references = weakref.getweakrefs(function)
-    held = gc.get_referrers(*references) if references else ()
-    return [holder for holder in held if isinstance(holder, weakref.WeakMethod)]
-
-
-def retarget_weak_method(weak_method: Any, function: types.FunctionType) -> None:
-    """Make ``weak_method`` refer to ``function``."""
-    weak_method._func_ref = weakref.ref(function, weak_method._func_ref.__callback__)
 
 
 @functools.cache
@@ -81,28 +67,6 @@ def _always() -> bool:
     return True
 
 
-def watch_torchscript(frontend: Any, compiled: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``compiled`` with each function that `torch.jit` parses; returns a function that undoes this.
-
-    :param frontend: the module `torch.jit.frontend`, whose functions look `parse_def` up in it.
-    """
-    parse_def = getattr(frontend, "parse_def", None)
-    if parse_def is None:
-        return lambda: None
-
-    @functools.wraps(parse_def)
-    def parse(function: Any) -> Any:
-        compiled(function)
-        return parse_def(function)
-
-    def undo() -> None:
-        if frontend.parse_def is parse:
-            frontend.parse_def = parse_def
-
-    frontend.parse_def = parse
-    return undo
-
-
 # -- frames -------------------------------------------------------------------------------------------------
 
 HIDES_FRAMES = sys.version_info >= (3, 11) and sys.implementation.name == "cpython"
@@ -137,14 +101,23 @@ def hide_frame(code: types.CodeType, line: int) -> types.CodeType:
 _bootstrap: Any = importlib._bootstrap
 
 
-def before_each_search(begin: Callable[[], None]) -> Callable[[], None]:
-    """Call ``begin`` before the finders are called for a module; returns a function that undoes this."""
+def around_each_search(
+    begin: Callable[[str, bool], bool], found: Callable[[ModuleSpec], None]
+) -> Callable[[], None]:
+    """Watch the search for each module that is imported or reloaded; returns a function that undoes this.
+
+    :param begin: called before the finders, with the module's name and whether it is reloaded.
+    :param found: called after them, with what they found, if ``begin`` returned True.
+    """
     search = _bootstrap._find_spec
 
     @functools.wraps(search)
-    def find_spec(*arguments: Any, **keywords: Any) -> Any:
-        begin()
-        return search(*arguments, **keywords)
+    def find_spec(name: str, path: Any, target: types.ModuleType | None = None) -> ModuleSpec | None:
+        is_wanted = begin(name, target is not None)
+        spec: ModuleSpec | None = search(name, path, target)
+        if is_wanted and spec is not None:
+            found(spec)
+        return spec
 
     def undo() -> None:
         if _bootstrap._find_spec is find_spec:
@@ -169,14 +142,6 @@ def before_each_creation(begin: Callable[[ModuleSpec], None]) -> Callable[[], No
 
     importlib.util.module_from_spec = module_from_spec
     return undo
-
-
-def imported_elsewhere(names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` whose modules other threads are importing."""
-    locks = _bootstrap._module_locks
-    held = {name: locks.get(name, lambda: None)() for name in locks.keys() & names}
-    ours_or_free = (None, threading.get_ident())
-    return [name for name, lock in held.items() if getattr(lock, "owner", None) not in ours_or_free]
 
 
 def is_initializing(spec: Any) -> bool:
@@ -229,9 +194,9 @@ def wrapt_finder() -> Any:
     return next((one for one in sys.meta_path if isinstance(one, wrapt.importer.ImportHookFinder)), None)
 
 
-def unchained(loader: Any) -> Any:
-    """Return the loader that wrapt has wrapped; another loader is returned unchanged."""
-    return loader.__wrapped__ if type(loader) is wrapt.importer._ImportHookChainedLoader else loader
+def is_chained(loader: Any) -> bool:
+    """Return whether wrapt has wrapped ``loader``, to call hooks when the module has loaded."""
+    return type(loader) is wrapt.importer._ImportHookChainedLoader
 
 
 def unregister_post_import_hook(hook: Callable[[Any], None], name: str) -> None:

@@ -6,7 +6,6 @@ import importlib
 import importlib.machinery
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,33 +23,6 @@ class Owner:
 
 def other(self: Owner) -> str:
     return "other"
-
-
-def test_a_weak_method_is_found_and_takes_another_function() -> None:
-    made = Owner()
-    died: list[object] = []
-    weak = weakref.WeakMethod(made.method, died.append)
-    assert compat.weak_methods(Owner.method) == [weak]  # type: ignore[arg-type]
-    compat.retarget_weak_method(weak, other)  # type: ignore[arg-type]
-    method = weak()
-    assert method is not None
-    assert method() == "other"
-    assert compat.weak_methods(Owner.method) == []  # type: ignore[arg-type]
-    del made, method
-    assert died == [weak]
-    assert weak() is None
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_torchscript_parses_through_the_name_that_is_watched() -> None:
-    torch = pytest.importorskip("torch")
-    seen: list[object] = []
-    undo = compat.watch_torchscript(torch.jit.frontend, seen.append)
-    try:
-        torch.jit.script(scripted)
-    finally:
-        undo()
-    assert seen == [scripted]
 
 
 def scripted(x: int) -> int:
@@ -73,10 +45,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("how", ["import", "import_module", "reload"])
 def test_every_search_passes_the_function_that_is_wrapped(folder: Path, how: str) -> None:
     (folder / "searched.py").write_text("")
-    searches: list[str] = []
+    searches: list[tuple[str, bool]] = []
+    found: list[str] = []
     if how == "reload":
         importlib.import_module("searched")
-    undo = compat.before_each_search(lambda: searches.append(how))
+
+    def begin(name: str, is_reload: bool) -> bool:
+        searches.append((name, is_reload))
+        return True
+
+    undo = compat.around_each_search(begin, lambda spec: found.append(spec.name))
     try:
         if how == "import":
             exec("import searched")
@@ -86,24 +64,22 @@ def test_every_search_passes_the_function_that_is_wrapped(folder: Path, how: str
             importlib.reload(sys.modules["searched"])
     finally:
         undo()
-    assert searches == [how]
     importlib.reload(sys.modules["searched"])
-    assert searches == [how]
+    assert searches == [("searched", how == "reload")]
+    assert found == ["searched"]
 
 
 GATE = "import threading\nreached, go_on = threading.Event(), threading.Event()\n"
 
 
-def test_who_imports_a_module_and_when_its_code_has_run(folder: Path) -> None:
+def test_when_the_code_of_a_module_has_run(folder: Path) -> None:
     (folder / "gate.py").write_text(GATE)
     (folder / "slow.py").write_text("import gate\ngate.reached.set()\ngate.go_on.wait(60)\n")
     gate = importlib.import_module("gate")
     ready: list[str] = []
-    assert not compat.imported_elsewhere(["slow"])
     thread = threading.Thread(target=importlib.import_module, args=("slow",))
     thread.start()
     assert gate.reached.wait(60)
-    assert compat.imported_elsewhere(["slow"])
     spec = sys.modules["slow"].__spec__
     assert compat.is_initializing(spec)
     compat.when_initialized(spec, lambda: ready.append("slow"))
@@ -111,7 +87,6 @@ def test_who_imports_a_module_and_when_its_code_has_run(folder: Path) -> None:
     gate.go_on.set()
     thread.join(60)
     assert ready == ["slow"]
-    assert not compat.imported_elsewhere(["slow"])
     assert not compat.is_initializing(spec)
     assert type(spec) is importlib.machinery.ModuleSpec
 
@@ -130,9 +105,8 @@ def test_wrapts_finder_its_loaders_and_its_hooks(folder: Path) -> None:
         finder = compat.wrapt_finder()
         assert finder is not None
         spec = finder.find_spec("hooked")
-        loader = compat.unchained(spec.loader)
-        assert type(loader) is importlib.machinery.SourceFileLoader is not type(spec.loader)
-        assert compat.unchained(loader) is loader
+        assert compat.is_chained(spec.loader)
+        assert not compat.is_chained(spec.loader.__wrapped__)
         if not had:
             assert not compat.remove_wrapt_finder()
     finally:

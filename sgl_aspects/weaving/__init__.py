@@ -4,11 +4,11 @@ Read in this order; each module imports only from those above it:
 
 targets      parsing of target strings
 attributes   lookup of targets in modules: attribute references
-hooks        hook types, their rules, and advices
+hooks        hook types, their order and rules, and advices
 chain        the chain that runs the hooks of a target, under torch.compile too
 templates    the generated code of woven functions
-functions    the woven function that replaces a target
-descriptors  unwrapping descriptors, rebuilding them around woven callables; proxies of other callables
+functions    what replaces a target: a woven function, or a proxy
+descriptors  the attribute of a join point, opened and rebuilt around its replacement
 referrers    the search of the heap, and the referrers that keep an original
 rebinding    replacing an object in all of its referrers
 joinpoints   join points: a woven attribute, its hooks, its original

@@ -302,10 +302,7 @@ def _walk(
             yield from _walk(place.raw, rest, subclasses)
 
 
-_DESCRIPTORS = (
-    *(classmethod, staticmethod, *PROPERTIES),
-    *(functools.cached_property, functools.partialmethod, functools.singledispatchmethod),
-)
+_DESCRIPTORS = (classmethod, staticmethod, *PROPERTIES, functools.cached_property)
 
 
 def _attributes(owner: Any, segment: str) -> Iterator[AttributeReference]:
@@ -340,12 +337,6 @@ def inherited(owner: Any, name: str) -> Any:
         # Special methods of a metaclass apply to the class itself, not to its instances.
         raw = _among([meta for meta in bases(type(owner)) if not derives(type, meta)], name)
     return raw
-
-
-def found_after(cls: type, base: type, name: str) -> Any:
-    """Return what `super(base, ...)` finds for ``name`` in ``cls``, without descriptor access, or MISSING."""
-    following = iter(bases(cls))
-    return _among(following, name) if holds(following, base) else MISSING
 
 
 def _among(classes: Iterable[type], name: str) -> Any:

@@ -12,7 +12,6 @@ import itertools
 import logging
 import reprlib
 import sys
-import traceback
 import types
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -187,87 +186,51 @@ def _async_after(hook: Hook, following: Hook) -> Hook:
 
 _chains = types.ModuleType(f"{__name__}.chains")
 """Guarded functions read its attributes instead of constants, because torch.compile guards module attributes.
-It is ``__sgl_aspects__`` in the namespaces of the modules whose functions are woven."""
+It is ``__sgl_aspects__`` in the namespaces of the modules whose functions were woven, and stays there."""
 
-_numbers = itertools.count(1)
 CHAINS_NAME = "__sgl_aspects__"
-_readers: dict[int, dict[int, weakref.ref[types.CodeType]]] = {}
-"""By a namespace's id: the guarded code objects that look the name up there, by their ids."""
+_numbers = itertools.count(1)
 
 
 class CompiledChain:
-    """The chain of one function, without observers, as an attribute that torch.compile can trace."""
+    """The chain of one function, without observers, as an attribute that torch.compile can trace.
 
-    def __init__(self, namespace: dict[str, Any]) -> None:
+    :param reader: an object that lives as long as any code that looks the attribute up: a call that has just
+        begun and a coroutine that has not do so after the function has lost its hooks.
+    """
+
+    def __init__(self, namespace: dict[str, Any], reader: Any) -> None:
         self.name = f"chain_{next(_numbers)}"
-        self._namespace = namespace
-        self._readers = _readers.setdefault(id(namespace), {})
-        self._own: dict[int, weakref.ref[types.CodeType]] = {}  # those of this chain
+        namespace[CHAINS_NAME] = _chains
+        weakref.finalize(reader, vars(_chains).pop, self.name, None).atexit = False
 
-    def set(self, head: Any, compiling: Any, code: types.CodeType) -> None:
-        """Publish the chain while ``code`` lives, which may be longer than the function uses it: a call that
-        has just begun, or a coroutine that has not, looks the name up later.
-        """
-        key = id(code)  # not the code itself: that of two functions may be equal
-        self._own[key] = self._readers[key] = weakref.ref(code, functools.partial(self._forget, key))
-        chains = vars(_chains)
-        chains[self.name], chains["compiling"] = head, compiling
-        self._namespace[CHAINS_NAME] = _chains
-
-    def remove(self) -> None:
-        """Withdraw the chain except from calls in progress: the compiler may keep code alive."""
-        stacks = map(traceback.walk_stack, sys._current_frames().values())
-        begun = {id(frame.f_code) for stack in stacks for frame, _ in stack}
-        for key in [key for key in self._own if key not in begun]:
-            self._forget(key)
-
-    def _forget(self, key: int, _: object = None) -> None:
-        # Called in any thread at any time: the removal is undone if another reader was added meanwhile.
-        readers, chains = self._readers, vars(_chains)
-        readers.pop(key, None)
-        self._own.pop(key, None)
-        if not self._own:
-            chain = chains.pop(self.name, None)
-            if self._own:
-                chains.setdefault(self.name, chain)
-        if not readers and self._namespace.get(CHAINS_NAME) is _chains:
-            self._namespace.pop(CHAINS_NAME, None)
-            if readers:
-                self._namespace[CHAINS_NAME] = _chains
+    def set(self, head: Any) -> None:
+        """Publish the chain."""
+        setattr(_chains, self.name, head)
 
 
 class Compiler:
-    """torch.compile and torch.jit, once they are loaded.
+    """torch.compile, once it is loaded.
 
-    :ivar compiling: a test of whether torch.compile traces the caller; None until it is loaded.
+    :ivar guards: torch.compile is loaded, so woven functions test whether it traces their caller.
     """
 
-    MODULES = ("torch._dynamo", "torch.jit.frontend")
-    """Once the first is loaded, torch.compile may trace a woven function; once the second is, torch.jit may
-    compile its source, without its hooks."""
+    MODULE = "torch._dynamo"
+    """Once it is loaded, torch.compile may trace a woven function."""
 
     def __init__(self) -> None:
-        self.compiling: Any = None
-        self._unwatch: Callable[[], None] | None = None
+        self.guards = False
         # Of functions that torch guards: by module, since another one may get its id.
         self._changes: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
     def notice(self, points: Iterable[Any]) -> None:
-        """Look whether they have been loaded; ``points``: all join points, read again by then."""
-        dynamo, frontend = map(sys.modules.get, self.MODULES)
-        if self._unwatch is None and frontend is not None:
-            self._unwatch = compat.watch_torchscript(frontend, lambda one: _warn_scripted(one, points))
+        """Look whether it has been loaded; ``points``: all join points."""
         compiler = sys.modules.get("torch.compiler")
-        if self.compiling is None and dynamo is not None and compiler is not None:
-            self.compiling = compat.compiling_test(compiler)
+        if not self.guards and self.MODULE in sys.modules and compiler is not None:
+            self.guards = True
+            vars(_chains)["compiling"] = compat.compiling_test(compiler)
             for point in points:
-                point.refresh(self.compiling)
-
-    def leave(self) -> None:
-        """Undo what torch.jit was given."""
-        if self._unwatch is not None:
-            self._unwatch()
-            self._unwatch = None
+                point.refresh(guarded=True)
 
     def forget(self, advices: Iterable[Advice], points: Iterable[Any]) -> None:
         """Reset torch.compile if its code may contain the old body of one of ``points``.
@@ -275,7 +238,7 @@ class Compiler:
         It guards functions of a module and woven functions, but not the methods of a class; and it compiles
         a caller anew only a few times.
         """
-        if self.MODULES[0] not in sys.modules or all(one.hook_type is HookType.OBSERVE for one in advices):
+        if self.MODULE not in sys.modules or all(one.hook_type is HookType.OBSERVE for one in advices):
             return
         stale = []
         for point in points:
@@ -291,13 +254,3 @@ class Compiler:
 
 _MOST_RECOMPILED = 7
 """torch.compile compiles a function at most eight times, and fails then if it must have the whole graph."""
-
-
-def _warn_scripted(function: Any, points: Iterable[Any]) -> None:
-    for point in points:
-        if point.function is function and point.active:
-            logger.warning(
-                "torch.jit compiles %s from its source, without its hooks: %s; hook what calls the "
-                "compiled function, or exclude this one with torch.jit.ignore",
-                *(point.place, ", ".join(map(str, point.advices))),
-            )

@@ -55,12 +55,8 @@ class Changes:
                 self._is_running, self._in_pieces = True, is_in_pieces()
                 change(subjects, strict)
             finally:
-                self._in_pieces = False  # before deferred changes are run: see `run_or_defer`
-                try:
-                    self._run_deferred()
-                finally:
-                    self._is_running = False
-                self._finish()
+                self._is_running = self._in_pieces = False  # first: see `run_or_defer`
+                self._run_deferred()
 
     def run_or_defer(self, change: Change, subjects: list[Any]) -> None:
         """Run ``change``; if another thread is changing hooks in pieces, defer it instead of waiting.
@@ -76,26 +72,16 @@ class Changes:
             return
         self._deferred.append((change, subjects))
         if not self._in_pieces:
-            self._finish()
-
-    def withdraw(self, change: Change, subjects: list[Any]) -> list[Any]:
-        """Remove ``subjects`` from the deferred calls of ``change``; returns the removed ones."""
-        withdrawn = []
-        for deferred, waiting in list(self._deferred):
-            for subject in [one for one in subjects if deferred == change and one in waiting]:
-                waiting.remove(subject)
-                withdrawn.append(subject)
-        return withdrawn
+            with lock:
+                self._run_deferred()
 
     def _run_deferred(self) -> None:
-        while self._deferred:
+        while self._deferred and not self._is_running:
             change, subjects = self._deferred.popleft()
             try:
+                self._is_running = True
                 change(subjects, False)
             except Exception:
                 logger.exception("a change of hooks that was deferred during another one failed")
-
-    def _finish(self) -> None:
-        """Run changes that were deferred while the previous one was ending."""
-        if self._deferred:
-            self.run(lambda subjects, strict: None, [])
+            finally:
+                self._is_running = False

@@ -1,4 +1,4 @@
-"""Woven functions: the Python function that replaces a target, and how its hooks are set.
+"""What replaces a target: a Python function, or for other callables a proxy, and how its hooks are set.
 
 A woven function is ``def f(*args, **kwargs)`` of the target's kind (plain, coroutine, generator, async
 generator) with the target's signature, name, file and line. It keeps its identity while hooks come and go:
@@ -6,26 +6,34 @@ only its ``__code__`` changes, so every binding to it stays valid. It is a plain
 because `torch.compile` traces through a function and silently bypasses a proxy.
 
 The hooks are constants of the code, so one assignment swaps all of them: a call in progress keeps the hooks
-with which it began, the next one gets the new ones, and no call takes a lock. The code has the names and free
-variables of the target's own, so that `inspect.getclosurevars` and debuggers show the target.
+with which it began, the next one gets the new ones, and no call takes a lock. The code has the free variables
+of the target's own.
 """
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import importlib
 import inspect
 import logging
 import sys
 import types
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
+
+import wrapt
 
 from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import Attributes, OwnDict, holds
 from sgl_aspects.weaving.chain import CompiledChain, NativeLink, calls_original
-from sgl_aspects.weaving.templates import FunctionKind, Shape, kind_of_code, template
+from sgl_aspects.weaving.hooks import FunctionKind, kind_of_code
+from sgl_aspects.weaving.templates import Shape, template
 
 logger = logging.getLogger("sgl_aspects")
+
+# -- functions -----------------------------------------------------------------------------------------------
 
 Observers = tuple[tuple[Any, Any, Any], ...]
 """(enter, exit, failed) for each observer, outermost first; enter or exit may be None.
@@ -78,46 +86,46 @@ class WovenFunction:
 
     @property
     def calls(self) -> int:
-        return int(getattr(self._calls, _COUNT)) + (0 if self._in_c is None else self._in_c.calls)
+        return int(self._calls.number) + (0 if self._in_c is None else self._in_c.calls)
 
     @property
     def is_patched(self) -> bool:
         """Return whether others have given the function new code, which runs without hooks."""
         return self.applied and not holds(self._run.__code__.co_consts, self._calls)
 
-    def set_hooks(self, head: Any, observers: Observers, compiling: Any = None, caller: Any = None) -> None:
+    def set_hooks(self, head: Any, observers: Observers, guarded: bool = False, caller: Any = None) -> None:
         """Swap the hooks: from the next call on, ``head`` and ``observers`` run.
 
-        :param compiling: torch's ``is_compiling``, once torch.compile is loaded in this process.
+        :param guarded: torch.compile is loaded in this process, and may trace the function.
         :param caller: for a single observer: called with the function, ``head`` and the observer's parts, it
             makes the function's vectorcall run them without Python code, as long as its result is the last
             of the code's constants.
         """
-        if compiling is not None:
-            self._compiled = self._compiled or CompiledChain(self._run.__globals__)
+        if guarded:
+            self._compiled = self._compiled or CompiledChain(self._run.__globals__, self._calls)
+            self._compiled.set(head)
         packed = isinstance(head, NativeLink)
         hooks = {"chain": _hashable(head.run if packed else head)}
         for index, triple in enumerate(observers):
             hooks |= zip((f"enter{index}", f"exit{index}", f"failed{index}"), triple)
         parts = tuple((enter is not None, leave is not None) for enter, leave, _ in observers)
-        code = self._code(Shape(self.kind, parts, compiling is not None, packed), hooks)
+        code = self._code(Shape(self.kind, parts, guarded, packed), hooks)
         before, self._in_c = self._in_c, None
         if caller is not None and self.kind is FunctionKind.PLAIN and not packed:
             self._in_c = caller(self._run, head, *observers[0])
             code = code.replace(co_consts=(*code.co_consts, self._in_c))
-        if self._compiled is not None and compiling is not None:
-            self._compiled.set(head, compiling, code)
         if not self.is_patched:
             self._run.__code__ = self.code = code
         if before is not None:
             counted = float(before.calls)
-            setattr(
-                self._calls, _COUNT, getattr(self._calls, _COUNT) + counted
-            )  # in place, like the function itself: other threads may be counting
+            self._calls.number += counted  # in place, like the function itself: other threads may be counting
         self.applied = True
 
     def release(self, head: Any) -> None:
         """Remove all hooks: remaining references to the function call ``head``."""
+        if self._compiled is not None:
+            self._compiled.set(head)
+            self._compiled = None
         self.applied = False
         self.set_hooks(head, ())
         original = self._run.__dict__.get("__wrapped__")
@@ -125,9 +133,6 @@ class WovenFunction:
             # Weak references live as long as the original.
             kept = [*original.__dict__.get(_KEPT, ()), self._run]
             original.__dict__[_KEPT] = [one for one in kept if weakref.getweakrefcount(one)]
-        if self._compiled is not None and self.kind is FunctionKind.PLAIN:
-            self._compiled.remove()
-        self._compiled = None
 
     def take_attributes(self, original: types.FunctionType) -> None:
         """Copy the attributes of ``original`` to the woven function."""
@@ -158,14 +163,14 @@ class WovenFunction:
         code = template(shape)
         values = {f"<{name}>": hook for name, hook in hooks.items()}
         values["<calls>"] = self._calls
-        names = tuple(_COUNT if name == "number" else name for name in code.co_names)
+        names = code.co_names
         if shape.guarded and self._compiled is not None:
             names = tuple(self._compiled.name if name == "_chain" else name for name in names)
         changes: dict[str, Any] = {
             "co_name": model.co_name,
             "co_filename": model.co_filename,
             "co_firstlineno": model.co_firstlineno,
-            "co_names": (*names, *(name for name in model.co_names if name not in names)),
+            "co_names": names,
             "co_freevars": model.co_freevars,
             "co_varnames": _apart_from(model.co_freevars, code.co_varnames),
             "co_consts": tuple(
@@ -202,17 +207,13 @@ class _Signature(inspect.Signature):
         return getattr(self, name)
 
 
-_COUNT = "None"
-"""The attribute with the number of calls: `inspect.getclosurevars` ignores this name."""
-
-
 class _Calls:
     """The number of calls: a float, because adding to it costs less than to an int; exact up to 2 ** 53."""
 
-    __slots__ = (_COUNT,)
+    __slots__ = ("__weakref__", "number")
 
     def __init__(self) -> None:
-        setattr(self, _COUNT, 0.0)
+        self.number = 0.0
 
 
 def _hashable(constant: Any) -> Any:
@@ -259,3 +260,143 @@ def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> 
     for name, value in list(source.__dict__.items()):
         if name not in _OWN:
             target.__dict__[name] = value
+
+
+# -- binding ------------------------------------------------------------------------------------------------
+
+_LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
+_CALLED_AS_BOUND = (types.MethodDescriptorType, types.WrapperDescriptorType, _LRU_CACHE)
+_PICKLED_BY_NAME = (
+    *(types.FunctionType, types.BuiltinFunctionType, classmethod, staticmethod, functools.partial),
+    *_CALLED_AS_BOUND,
+)
+
+
+Binding = Literal["nothing", "instance", "class"]
+"""The object that is inserted before the arguments when an attribute of a class is called."""
+
+
+def _binding_of(raw: Any) -> Binding:
+    if isinstance(raw, functools.partial):  # binds since Python 3.14
+        return "nothing" if sys.version_info < (3, 14) else "instance"
+    if isinstance(raw, (staticmethod, types.MethodType)):
+        return "nothing"
+    if isinstance(raw, (classmethod, types.ClassMethodDescriptorType)):
+        return "class"
+    return "instance" if hasattr(type(raw), "__get__") else "nothing"
+
+
+def bound_late(raw: Any) -> Callable[..., Any]:
+    """Return a function that takes explicitly the object that the descriptor would bind."""
+    binding = _binding_of(raw)
+    if raw is _OBJECT_INIT:
+        return calls_original(_initialise)
+    if type(raw) is types.FunctionType or binding == "nothing" or isinstance(raw, _CALLED_AS_BOUND):
+        return raw  # type: ignore[no-any-return]
+
+    def bind_and_call(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
+        bound = (None, subject) if binding == "class" else (subject, type(subject))
+        return type(raw).__get__(raw, *bound)(*args, **kwargs)
+
+    return calls_original(bind_and_call)
+
+
+_OBJECT_INIT: Any = vars(object)["__init__"]
+_OBJECT_NEW: Any = object.__new__
+
+
+def _initialise(self: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Call `object.__init__`, which ignores the arguments of a class's own `__new__` only if inherited."""
+    if type(self).__new__ is _OBJECT_NEW:
+        _OBJECT_INIT(self, *args, **kwargs)
+
+
+# -- proxies ------------------------------------------------------------------------------------------------
+
+
+class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """The proxy of a callable; one per join point, never nested.
+
+    Callables with a qualified name are pickled by it; an instance is pickled and copied as itself.
+    """
+
+    def __init__(self, wrapped: Any, run: Callable[..., Any], place: str) -> None:
+        super().__init__(wrapped)
+        self._self_run = run
+        self._self_place = place
+        self._self_binding = _binding_of(wrapped)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if self._self_binding == "nothing":
+            # Before Python 3.13, a classmethod calls the __get__ of its callable, with its class as both.
+            return self if instance is None or instance is not owner else types.MethodType(self, owner)
+        subject = owner if self._self_binding == "class" else instance
+        return self if subject is None else types.MethodType(self, subject)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._self_run(*args, **kwargs)
+
+    def __copy__(self) -> Any:
+        import copy  # rarely needed
+
+        return self._copied(copy.copy(self.__wrapped__))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy
+
+        return self._copied(copy.deepcopy(self.__wrapped__, memo))
+
+    def _copied(self, copied: Any) -> Any:
+        return self if copied is self.__wrapped__ else copied
+
+    def __reduce__(self) -> Any:
+        return self.__reduce_ex__(2)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not isinstance(self.__wrapped__, _PICKLED_BY_NAME):
+            reduce = copyreg.dispatch_table.get(type(self.__wrapped__))
+            return self.__wrapped__.__reduce_ex__(protocol) if reduce is None else reduce(self.__wrapped__)
+        module, _, path = self._self_place.partition(":")
+        if not module or "instance." in path:
+            import pickle  # slow to import
+
+            raise pickle.PicklingError(
+                f"{self!r} was hooked on an instance: it has no name to be found under"
+            )
+        return (found_by_name, (module, path))
+
+
+def found_by_name(module: str, path: str) -> Any:
+    """Return the object at ``module:path`` in the process that unpickles it."""
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def passing_on(proxy: Any, called: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls what ``proxy`` wraps now: the owner of a patch below may remove it.
+
+    :param called: what to call as long as none has been removed.
+    """
+    wrapped = proxy.__wrapped__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        now = proxy.__wrapped__
+        return (called if now is wrapped else now)(*args, **kwargs)
+
+    return calls_original(call)
+
+
+class WovenProxy(WovenFunction):
+    """A proxy, and the function with the hooks behind it.
+
+    :param called: the function to call for ``original``.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, original: Any, called: Callable[..., Any], place: str) -> None:
+        super().__init__(original, anonymous=True)
+        self.function = CallableProxy(original, self._run, place)
+        self.set_hooks(called, ())

@@ -1,13 +1,11 @@
-"""Hooks: their types, the rules that say which may be attached where, and the chain that runs them.
-
-Each link of a chain is called with the target's own arguments. An AROUND link is
-`types.MethodType(hook, next)`: it runs `hook(next, *args, **kwargs)` without another Python frame.
-"""
+"""Hooks: their types, their order, and the rules that say which may be attached where."""
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import enum
+import functools
 import inspect
 import itertools
 import logging
@@ -19,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from sgl_aspects.errors import HookError, Stop
-from sgl_aspects.weaving.attributes import is_class
+from sgl_aspects.weaving.attributes import claims_to_be, is_a, is_class
 from sgl_aspects.weaving.targets import Target
 
 logger = logging.getLogger("sgl_aspects")
@@ -240,6 +238,40 @@ def stop_without(lost: Iterable[Advice]) -> None:
     # SystemExit in another thread would end only that thread.
     print(error, file=sys.stderr, flush=True)
     os._exit(1)
+
+
+class FunctionKind(enum.Enum):
+    """The kind of a function, by the result of a call; the woven function is of the same kind."""
+
+    PLAIN = "plain"
+    COROUTINE = "coroutine"
+    GENERATOR = "generator"
+    ASYNC_GENERATOR = "async generator"
+
+    @classmethod
+    def of(cls, function: Any) -> FunctionKind:
+        """Return the kind of a function, a partial or method around one, or an instance's ``__call__``."""
+        if claims_to_be(function, (functools.partial, types.MethodType)):
+            return cls.of(function.func if claims_to_be(function, functools.partial) else function.__func__)
+        code: Any = function.__code__ if claims_to_be(function, types.FunctionType) else None
+        if is_a(code, types.CodeType):
+            kind = kind_of_code(code)
+        else:  # a mock object's is none
+            call = inspect.getattr_static(type(function), "__call__", None)
+            kind = cls.of(call) if claims_to_be(call, types.FunctionType) else cls.PLAIN
+        with contextlib.suppress(Exception):  # an object may answer in any way
+            if kind is cls.PLAIN and inspect.iscoroutinefunction(function):
+                return cls.COROUTINE
+        return kind
+
+
+def kind_of_code(code: types.CodeType) -> FunctionKind:
+    flags = code.co_flags
+    if flags & inspect.CO_COROUTINE:
+        return FunctionKind.COROUTINE
+    if flags & inspect.CO_ASYNC_GENERATOR:
+        return FunctionKind.ASYNC_GENERATOR
+    return FunctionKind.GENERATOR if flags & inspect.CO_GENERATOR else FunctionKind.PLAIN
 
 
 def _check_hook(hook: Any, hook_type: object, target: Target) -> None:

@@ -7,10 +7,8 @@ import functools
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
-
-import wrapt
 
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
@@ -24,12 +22,11 @@ from sgl_aspects.weaving.attributes import (
     inherited,
 )
 from sgl_aspects.weaving.chain import build_chain
-from sgl_aspects.weaving.descriptors import WovenProxy, open_attribute, passing_on, rebuild
+from sgl_aspects.weaving.descriptors import C_CALLABLES, Slot, opened
 from sgl_aspects.weaving.functions import WovenFunction
-from sgl_aspects.weaving.hooks import Advice, HookType, innermost_first
+from sgl_aspects.weaving.hooks import Advice, FunctionKind, HookType, innermost_first
 from sgl_aspects.weaving.rebinding import Pair, Stale
-from sgl_aspects.weaving.referrers import Exclusions, own_referrers
-from sgl_aspects.weaving.templates import FunctionKind
+from sgl_aspects.weaving.referrers import Exclusions, exclusions_of, own_referrers
 
 logger = logging.getLogger("sgl_aspects")
 
@@ -37,65 +34,6 @@ Extra = tuple[int, int]
 """The number of unaccounted references to an attribute's value, and to the callable in it; -1 if unknown."""
 
 UNKNOWN: Extra = (-1, -1)
-
-
-class Slot:
-    """The attribute of a join point, or of several for a property: its original and the installed value.
-
-    :ivar superseded: the module's code ran again, and another join point has the attribute now.
-    """
-
-    __slots__ = ("_made", "_occupants", "_place", "original", "standing", "superseded")
-
-    def __init__(self, place: AttributeReference) -> None:
-        self._place = place
-        self.original = self.standing = place.raw
-        self.superseded = False
-        self._occupants: dict[str, Any] = OwnDict()  # woven callables, by part; a class as ""
-        self._made: dict[frozenset[tuple[str, int]], Any] = OwnDict()
-
-    @property
-    def is_shared(self) -> bool:
-        """Return whether several functions of a property are woven, or may be."""
-        return len(self._occupants) > 1 or len(self._made) > 1
-
-    def with_occupant(self, part: str, woven: Any) -> Any:
-        """Return the attribute's value with ``woven`` installed."""
-        return self._with(OwnDict(self._occupants, **{part: woven}))
-
-    def put(self, part: str, woven: Any) -> None:
-        """Install ``woven``.
-
-        :raises Exception: the attribute cannot be written; nothing has changed then.
-        """
-        self._stand(OwnDict(self._occupants, **{part: woven}))
-
-    def take_out(self, part: str) -> None:
-        """Uninstall the callable of ``part``; the original is restored with the last one."""
-        self._stand(OwnDict(item for item in self._occupants.items() if item[0] != part))
-
-    def _stand(self, occupants: dict[str, Any]) -> None:
-        owner, name = self._place.owner, self._place.name
-        wanted, present = self._with(occupants), current(owner, name)
-        vacant = self._place.inherited and not self._occupants
-        if self.superseded or present is not (MISSING if vacant else self.standing):
-            logger.info("%s: another patch is there; it is left in place", self._place)
-        elif self._place.inherited and not occupants:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, wanted)
-            if current(owner, name) is present:
-                raise AttributeError(f"its type {class_name(type(owner))} ignores assignments")
-        self._occupants = occupants
-        self.standing = wanted
-
-    def _with(self, occupants: Mapping[str, Any]) -> Any:
-        if not occupants:
-            return self.original
-        key = frozenset([(part, id(woven)) for part, woven in occupants.items()])
-        if key not in self._made:
-            self._made[key] = rebuild(self._place, occupants)
-        return self._made[key]
 
 
 class JoinPoint(abc.ABC):
@@ -112,6 +50,8 @@ class JoinPoint(abc.ABC):
     __slots__ = ("advices", "inner", "installed", "place", "slot", "stale")
 
     kind: str
+    replacement: Any
+    """The object to install, installed or not."""
     function: Any = None
     calls: Any = 0
     extra: Extra = UNKNOWN
@@ -147,11 +87,6 @@ class JoinPoint(abc.ABC):
     def active(self) -> bool:
         return any(advice.enabled for advice in self.advices)
 
-    @property
-    @abc.abstractmethod
-    def replacement(self) -> Any:
-        """The object to install, installed or not."""
-
     @abc.abstractmethod
     def add(self, advice: Advice) -> None:
         """Add a hook.
@@ -164,17 +99,17 @@ class JoinPoint(abc.ABC):
         self.advices[:] = [one for one in self.advices if one is not advice]
 
     @abc.abstractmethod
-    def apply(self, compiling: Any = None) -> None:
+    def apply(self, guarded: bool = False) -> None:
         """Install the replacement if a hook is active, otherwise the identical original.
 
         :raises Exception: the attribute cannot be written, or its owner refuses it.
         """
 
     @abc.abstractmethod
-    def pairs(self, before: Any, after: Any, extra: Extra, exclude: Exclusions) -> Iterator[Pair]:
-        """Yield the pairs to rebind for ``before``."""
+    def pairs(self, before: Any, extra: Extra) -> Iterator[Pair]:
+        """Yield the pairs to rebind for ``before``, which was installed, with the references to it."""
 
-    def refresh(self, compiling: Any = None) -> None:  # noqa: B027  not all need it
+    def refresh(self, guarded: bool = False) -> None:  # noqa: B027  not all need it
         """Run the hooks that are active now."""
 
     def release(self) -> None:  # noqa: B027  not all need it
@@ -192,16 +127,11 @@ class FunctionJoinPoint(JoinPoint):
     kind = "a generated function"
 
     def __init__(self, place: AttributeReference, slot: Slot | None = None) -> None:
-        place = place if slot is None else place._replace(raw=slot.original)
-        content, self._called = open_attribute(place)
-        super().__init__(place, content, slot or Slot(place))
-        is_function = type(content) is types.FunctionType
-        self.woven = WovenFunction(content) if is_function else WovenProxy(content, self._called, str(place))
+        slot = slot or Slot(place)
+        content, self._called, self.woven = slot.weave(place)
+        super().__init__(place._replace(raw=slot.original), content, slot)
         self.function = self.woven.function
-        if isinstance(content, wrapt.BaseObjectProxy):
-            self._called = passing_on(self.function, self._called)
         self._observers: dict[Advice, Any] = {}  # those made by `bound_to` for this function
-        self.slot.with_occupant(place.part, self.function)  # may fail: now, before it is registered
 
     @property
     def replacement(self) -> Any:
@@ -238,7 +168,7 @@ class FunctionJoinPoint(JoinPoint):
         super().remove(advice)
         self._observers.pop(advice, None)
 
-    def refresh(self, compiling: Any = None) -> None:
+    def refresh(self, guarded: bool = False) -> None:
         active = _once([advice for advice in innermost_first(self.advices) if advice.enabled])
         replaces = [advice for advice in active if advice.hook_type is HookType.REPLACE]
         observers = [advice for advice in active if advice.hook_type is HookType.OBSERVE]
@@ -246,7 +176,7 @@ class FunctionJoinPoint(JoinPoint):
         chain = replaces[-1:] + [advice for advice in active if advice not in replaces + observers]
         head = build_chain(self._called, self.inner, chain, awaits=self._is_async)
         caller = observers[0].caller if len(observers) == 1 else None
-        self.woven.set_hooks(head, tuple(map(self._observing, reversed(observers))), compiling, caller)
+        self.woven.set_hooks(head, tuple(map(self._observing, reversed(observers))), guarded, caller)
 
     def _observing(self, advice: Advice) -> tuple[Any, Any, Any]:
         observer = self._observers.get(advice, advice.hook)
@@ -255,10 +185,12 @@ class FunctionJoinPoint(JoinPoint):
     def release(self) -> None:
         self.woven.release(self._called)
 
-    def apply(self, compiling: Any = None) -> None:
-        self.refresh(compiling)
-        if self.active and not self.installed:
+    def apply(self, guarded: bool = False) -> None:
+        installs = self.active and not self.installed
+        if installs:
             self._exchange_attributes()
+        self.refresh(guarded)
+        if installs:
             self.slot.put(self.place.part, self.function)
             self.installed = True
         elif not self.active and self.installed and not (self.advices and self.displaced):
@@ -268,8 +200,8 @@ class FunctionJoinPoint(JoinPoint):
                 below = inherited(self.place.owner, self.place.name)
                 if below is not MISSING:
                     self.slot.original = below
-                    self.inner, _ = open_attribute(self.place._replace(raw=below))
-            elif self.inner is self.original and type(self.woven) is WovenProxy:
+                    self.inner, _ = opened(self.place._replace(raw=below))
+            elif self.inner is self.original and type(self.inner) is not types.FunctionType:
                 # Its owner may have removed a wrapper that was below.
                 self.inner = self.slot.original = self.function.__wrapped__
             self._exchange_attributes()
@@ -280,16 +212,17 @@ class FunctionJoinPoint(JoinPoint):
         if type(self.woven) is WovenFunction and type(self.inner) is types.FunctionType:
             (self.woven.take_attributes if self.active else self.woven.give_attributes)(self.inner)
 
-    def pairs(self, before: Any, after: Any, extra: Extra, exclude: Exclusions) -> Iterator[Pair]:
+    def pairs(self, before: Any, extra: Extra) -> Iterator[Pair]:
+        exclude = exclusions_of(self.advices)
         old, new = (self.inner, self.function) if self.installed else (self.function, self.inner)
         if not self.place.inherited:
-            yield Pair(before, after, extra[0], exclude)
+            yield Pair(before, self.standing, extra[0], exclude)
             # What is in a descriptor and no function is used elsewhere on its own: `property(len)`.
             if type(self.inner) is not types.FunctionType or self.inner is self.original:
                 return
         exclude |= {id(self.original), id(self.replacement)}  # descriptors around old and new
         only = self.place.owner if self.place.inherited and self.installed else None
-        if type(self.inner) not in _C_CALLABLES:  # bound to an instance, they are C objects
+        if type(self.inner) not in C_CALLABLES:  # bound to an instance, they are C objects
             yield Pair(old, new, extra[1], exclude, only)
 
     @property
@@ -321,11 +254,6 @@ class FunctionJoinPoint(JoinPoint):
             sys.getrefcount(self.function if self.installed else self.inner),
         )
 
-
-_C_CALLABLES = (
-    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
-    types.WrapperDescriptorType,
-)
 
 _STAND_INS: dict[type, Callable[[], Any]] = {
     types.FunctionType: lambda: lambda: None,
@@ -382,19 +310,15 @@ class _Failed:
 class ClassJoinPoint(JoinPoint):
     """A class that is replaced as a whole, by a class. Subclasses that exist keep the base that they have."""
 
-    __slots__ = ("_kept", "_own", "_replacement")
+    __slots__ = ("_kept", "_own", "replacement")
 
     kind = "a class"
 
     def __init__(self, place: AttributeReference) -> None:
         super().__init__(place, place.raw, Slot(place))
-        self._replacement: type = self.inner
+        self.replacement = self.inner
         self._kept: Exclusions = frozenset()
         self._own: dict[type, tuple[Exclusions, list[Any]]] = OwnDict()
-
-    @property
-    def replacement(self) -> type:
-        return self._replacement
 
     def add(self, advice: Advice) -> None:
         if not advice.is_class_replacement:
@@ -404,12 +328,14 @@ class ClassJoinPoint(JoinPoint):
             )
         self.advices.append(advice)
 
-    def pairs(self, before: Any, after: Any, extra: Extra, exclude: Exclusions) -> Iterator[Pair]:
+    def pairs(self, before: Any, extra: Extra) -> Iterator[Pair]:
         # Referrers of a replacement from before, and its own references, are not rebound.
-        self._kept |= exclude
-        yield Pair(before, after, extra[0], self._kept.union(*(kept for kept, _ in self._own.values())))
+        self._kept |= exclusions_of(self.advices)
+        yield Pair(
+            before, self.standing, extra[0], self._kept.union(*(kept for kept, _ in self._own.values()))
+        )
 
-    def apply(self, compiling: Any = None) -> None:
+    def apply(self, guarded: bool = False) -> None:
         active = [advice for advice in innermost_first(self.advices) if advice.enabled]
         wanted = active[-1].hook if active else self.original
         if wanted is self.standing:
@@ -421,7 +347,7 @@ class ClassJoinPoint(JoinPoint):
         if active:
             if wanted not in self._own:
                 self._own[wanted] = own_referrers(wanted)
-            self._replacement = wanted
+            self.replacement = wanted
             self.slot.put("", wanted)
             hooks = [advice.hook for advice in self.advices]
             for subclass in type.__subclasses__(self.original):

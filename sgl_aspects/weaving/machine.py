@@ -1,32 +1,38 @@
 """The weaver: one machine that attaches hooks to their targets, now or when a module loads.
 
-The states of a hook, and what changes them::
+The life of one hook, and the files that its steps are in::
+
+    add       Advice in hooks        PENDING; the modules that it waits for are noted      modules
+    resolve   pure                   the attributes that its target names in one module   attributes
+    attach    JoinPoint for each     the hook is added; nothing is installed yet          joinpoints
+                Slot                 the attribute, opened to the callable in it          descriptors
+                WovenFunction        what will take its place, or a proxy                functions
+    apply     JoinPoint.apply        the hooks become a chain, the chain code             chain, templates
+                Slot.put             the replacement is installed: WOVEN
+    rebind    one pass for all       other referrers of the original get it, too          rebinding, referrers
+    detach    on removal             the hook leaves its join points; apply puts the original back where none
+                                     is active, rebind undoes the rest, and join points without hooks go
+
+What changes its state::
 
     REMOVED --add--> PENDING --attach--> WOVEN <--set_enabled--> DISABLED
-                        |---- the module is loaded and has no such attribute --> MISSING
-                        |---- the attribute cannot take the hook --------------> FAILED
-                        '---- a module loads, an attribute or a subclass is made: resolve again
-    REMOVED <--remove--- every state
+    PENDING --> MISSING       its module is loaded and has no such attribute
+    PENDING --> FAILED        the attribute cannot take the hook
+    PENDING, MISSING, FAILED  are resolved again when such a module loads, when an attribute or a subclass is
+                              made, and by :meth:`Weaver.apply`
+    WOVEN --> PENDING         the class with the attribute was replaced, or restored; resolved at once
+    any --remove--> REMOVED
 
-Each change has the same steps, and costs as much as it changes, however much is woven:
-
-1. resolve (:func:`.resolve`, pure): the attributes that a target names in one module;
-2. attach: the hook is added to the join point of each, which is made if there is none. Nothing is
-   installed yet; the join points that were touched are noted;
-3. apply: each of them installs its replacement, or puts the original back if no hook is active; then one
-   pass rebinds the referrers of all of them;
-4. detach (on removal, before 3): the hook leaves its join points; those without hooks are forgotten in 3.
-
-The weaver alone changes the state: the advices (their ``state``, ``detail``, ``rank``, ``absent`` and
-``points``) and the join points. All changes happen under one lock (:mod:`.changes`). No module is imported
-while it is held, so that it cannot deadlock with the import system. Calls of woven functions take no lock.
+A change costs as much as it changes, however much is woven. The weaver alone changes the state: the advices
+(their ``state``, ``detail``, ``rank``, ``absent`` and ``points``) and the join points. All changes happen
+under one lock (:mod:`.changes`). No module is imported while it is held, so that it cannot deadlock with the
+import system. Calls of woven functions take no lock.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -49,12 +55,12 @@ from sgl_aspects.weaving.attributes import (
 )
 from sgl_aspects.weaving.chain import Compiler
 from sgl_aspects.weaving.changes import Changes
+from sgl_aspects.weaving.descriptors import Slot
 from sgl_aspects.weaving.hooks import LOST, Advice, HookType, State, stop_without
 from sgl_aspects.weaving.joinpoints import (
     ClassJoinPoint,
     FunctionJoinPoint,
     JoinPoint,
-    Slot,
 )
 from sgl_aspects.weaving.modules import (
     LazyAttributes,
@@ -64,12 +70,11 @@ from sgl_aspects.weaving.modules import (
     bases_of_family,
     is_ready,
     loaded,
-    wait_for_imports,
     warn_of_unwoven,
     when_ready,
 )
 from sgl_aspects.weaving.rebinding import Pair, describe, rebind
-from sgl_aspects.weaving.referrers import exclusions_of, give_original
+from sgl_aspects.weaving.referrers import give_original
 from sgl_aspects.weaving.targets import Target
 
 logger = logging.getLogger("sgl_aspects")
@@ -89,10 +94,9 @@ class Weaver:
         self._changes = Changes(self._count_anew)
         self._index = ModuleIndex()
         self._watcher = ModuleWatcher(self._is_wanted, self._module_loaded)
-        self._lazy = LazyAttributes(self._module_loaded)
+        self._lazy = LazyAttributes(self._watcher.module_loaded)
         self._subclasses = SubclassWatcher(self._class_made)
         self._compiler = Compiler()
-        self._listeners: dict[str, list[Callable[[Any], None]]] = {}
         self._warns_at_end = False
 
     @property
@@ -114,19 +118,10 @@ class Weaver:
             if advice.state is State.REMOVED:
                 advice.state, advice.detail = State.PENDING, "another change of hooks is in progress"
         self._changes.run(self._add, advices, strict)
-        waiting = [advice for advice in advices if advice.state is State.PENDING]
-        if wait_for_imports(name for one in waiting for name in one.target.module_names):
-            self._changes.run(self._look_again, waiting)
 
     def remove(self, advices: Iterable[Advice]) -> None:
         """Remove ``advices`` in reverse order; a target without hooks gets its original object back."""
-        gone = list(advices)
-        with self.lock:
-            for advice in self._changes.withdraw(self._add, gone):
-                advice.forget()
-            here = [advice for advice in gone if advice in self._advices]
-            if here:
-                self._changes.run(self._remove, here)
+        self._changes.run(self._remove, list(advices))
 
     def set_enabled(self, advices: Iterable[Advice], enabled: bool) -> None:
         """Switch hooks off and on; they keep their place in the order."""
@@ -177,10 +172,9 @@ class Weaver:
                 self._detach(own)
         changed = self._apply(strict=False)
         self._compiler.forget(gone, changed)
-        self._uninstall_watcher()
         if not self._advices:
-            self._lazy.restore()
-            self._compiler.leave()
+            self._watcher.uninstall()
+            self._lazy.clear()
 
     def _switch(self, advices: list[Advice], enabled: bool) -> None:
         for advice in advices:
@@ -202,16 +196,11 @@ class Weaver:
     # -- modules and classes as they are made -----------------------------------------------------------
 
     def _is_wanted(self, name: str) -> bool:
-        # Called for every import, without the lock: it only reads.
-        if name in Compiler.MODULES or name in self._listeners or self._index.wants(name):
-            return True
-        return bool(self._subclasses)  # any module may define a subclass, with a decorator
+        # Called for every import, without the lock: it only reads. Any module may define a subclass.
+        return name == Compiler.MODULE or self._index.wants(name) or bool(self._subclasses)
 
     def _module_loaded(self, name: str, module: Any) -> None:
-        if module is not None:
-            self._changes.run_or_defer(self._weave_loaded, [name, module])
-            if name in self._listeners:
-                self._notify_listeners(name, module)
+        self._changes.run_or_defer(self._weave_loaded, [name, module])
 
     def _weave_loaded(self, loaded: list[Any], strict: bool) -> None:
         name, module = loaded
@@ -246,25 +235,7 @@ class Weaver:
 
         An exception in it fails the import.
         """
-        with self.lock:
-            self._listeners.setdefault(name, []).append(callback)
-            self._watcher.install()
-            module = sys.modules.get(name)
-        if module is not None and not is_ready(module):
-            when_ready(module, self._module_loaded)
-        elif module is not None:
-            self._notify_listeners(name, module)
-
-    def _notify_listeners(self, name: str, module: Any) -> None:
-        with self.lock:
-            callbacks = self._listeners.pop(name, [])
-            self._uninstall_watcher()
-        for callback in callbacks:
-            callback(module)
-
-    def _uninstall_watcher(self) -> None:
-        if not (self._advices or self._listeners):
-            self._watcher.uninstall()
+        self._watcher.listen(name, callback)
 
     # -- 1. resolve -------------------------------------------------------------------------------------
 
@@ -275,7 +246,7 @@ class Weaver:
                 if module is self._just_run or is_ready(module):
                     yield advice, name, module
                 else:
-                    when_ready(module, self._module_loaded)
+                    when_ready(module, self._watcher.module_loaded)
 
     def _weave(
         self,
@@ -411,7 +382,7 @@ class Weaver:
         before = OwnDict((point, point.standing) for point in points)
         for point in points:
             try:
-                point.apply(self._compiler.compiling)
+                point.apply(self._compiler.guards)
             except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
                 self._refuse(point, error, refused)
         # Only now: the parts of a property share their attribute.
@@ -419,7 +390,7 @@ class Weaver:
         pairs: list[Pair] = []
         for point in changed:
             was = before[point]
-            pairs += point.pairs(was, point.standing, extra[point], exclusions_of(point.advices))
+            pairs += point.pairs(was, extra[point])
             if is_class(was):
                 self._by_object.pop(id(was), None)
                 self._by_object[id(point.standing)] = point

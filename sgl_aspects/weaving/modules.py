@@ -9,8 +9,7 @@ import logging
 import pkgutil
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from itertools import accumulate
 from types import ModuleType
@@ -20,8 +19,6 @@ import wrapt
 
 from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import (
-    MISSING,
-    OwnDict,
     bases,
     class_module,
     find,
@@ -41,160 +38,124 @@ Loaded = Callable[[str, Any], None]
 
 
 class ModuleWatcher:
-    """A finder for `sys.meta_path` that calls wrapt's and the other finders, and adds a callback.
+    """Notices when the code of a module has run.
+
+    wrapt's post-import hooks do it, registered when the search for a wanted module begins. They miss reloads,
+    modules that a program makes by hand, and those of a finder before wrapt's: the loaders of these are
+    wrapped.
 
     :param wanted: called for every module that is imported, without the weaver's lock.
     :param loaded: called with the name and the entry of `sys.modules`, in the importing thread, under that
-        module's import lock.
+        module's import lock; then the callbacks of :meth:`listen` are.
     """
 
     def __init__(self, wanted: Callable[[str], bool], loaded: Loaded) -> None:
         self._wanted = wanted
         self._loaded = loaded
-        self._finding = threading.local()
+        self._is_needed = False
+        self._lock = threading.Lock()
+        self._listeners: dict[str, list[Callable[[Any], None]]] = {}
         self._registered: dict[str, Any] = {}  # callbacks registered with wrapt
         self._brought_wrapt = False
         self._leave: list[Callable[[], None]] = []
 
     def install(self) -> None:
         """Start watching; idempotent."""
+        self._is_needed = True
+        self._watch()
+
+    def listen(self, name: str, callback: Callable[[Any], None]) -> None:
+        """Call ``callback`` with the module ``name`` once its code has run: at once if it has."""
+        with self._lock:
+            self._listeners.setdefault(name, []).append(callback)
+        self._watch()
+        module = sys.modules.get(name)
+        if module is not None and is_ready(module):
+            self._notify_listeners(name, module)
+        elif module is not None:
+            when_ready(module, self.module_loaded)
+
+    def module_loaded(self, name: str, module: Any) -> None:
+        """Tell that the code of ``module`` has run; None: it is gone."""
+        if module is not None:
+            self._loaded(name, module)
+            self._notify_listeners(name, module)
+
+    def _notify_listeners(self, name: str, module: Any) -> None:
+        with self._lock:
+            callbacks = self._listeners.pop(name, [])
+        if not self._is_needed:
+            self.uninstall()
+        for callback in callbacks:
+            callback(module)
+
+    def _is_wanted(self, name: str) -> bool:
+        return name in self._listeners or self._wanted(name)
+
+    def _watch(self) -> None:
         if not self._leave:
-            # A finder put in front later may find modules without calling this one.
-            self._leave.append(compat.before_each_search(self._stand_first))
-            # `spec_from_file_location()` makes specs without finders.
-            self._leave.append(compat.before_each_creation(self._attach_by_hand))
-        self._stand_first()
+            self._leave.append(compat.around_each_search(self._search_begins, self._attach))
+            # `spec_from_file_location()` makes specs without a search.
+            self._leave.append(compat.before_each_creation(self._made_by_hand))
 
     def uninstall(self) -> None:
-        """Restore `sys.meta_path`."""
+        """Stop watching, unless there are listeners."""
+        self._is_needed = False
+        if self._listeners:
+            return
         while self._leave:
             self._leave.pop()()
-        while self in sys.meta_path:
-            sys.meta_path.remove(self)
         for name, hook in list(self._registered.items()):  # a copy: other threads may be importing
             compat.unregister_post_import_hook(hook, name)
         self._registered.clear()
         if self._brought_wrapt:
             self._brought_wrapt = not compat.remove_wrapt_finder()
 
-    def _stand_first(self) -> None:
-        finders = sys.meta_path
-        if self._leave and (not finders or finders[0] is not self):
-            finders.insert(0, self)
-            for index in [index for index, finder in enumerate(finders) if finder is self][:0:-1]:
-                del finders[index]
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if not self._wanted(fullname):
-            return None
-        finding: set[str] = self._finding.__dict__.setdefault("names", set())
-        if fullname in finding:
-            return None  # another watcher is calling all finders, this one included
-        finding.add(fullname)
-        try:
-            is_new = target is None and fullname not in sys.modules
-            spec = self._find_by_wrapt(fullname) if is_new else None
-            if spec is None:
-                spec = self._find_elsewhere(fullname, path, target)
-        finally:
-            finding.discard(fullname)
-        if spec is not None:
-            self._attach(spec, is_reload=target is not None)
-        return spec
-
-    def _find_by_wrapt(self, fullname: str) -> ModuleSpec | None:
-        """Return the spec from wrapt's finder, whose loader calls the registered hook."""
-        if fullname not in self._registered:
+    def _search_begins(self, name: str, is_reload: bool) -> bool:
+        """Return whether the module is wanted."""
+        if not self._is_wanted(name):
+            return False
+        if not is_reload and name not in sys.modules and name not in self._registered:
             self._brought_wrapt |= compat.wrapt_finder() is None
 
             def hook(module: Any) -> None:
-                self._registered.pop(fullname, None)
-                self._loaded(fullname, sys.modules.get(fullname, module))
+                self._registered.pop(name, None)
+                self.module_loaded(name, sys.modules.get(name, module))
 
-            self._registered[fullname] = hook
-            wrapt.register_post_import_hook(hook, fullname)
-        finder = compat.wrapt_finder()
-        return None if finder is None else finder.find_spec(fullname)
+            self._registered[name] = hook
+            wrapt.register_post_import_hook(hook, name)
+        return True
 
-    def _find_elsewhere(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
-        for finder in [one for one in sys.meta_path if one is not self]:
-            spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
-            if spec is not None:
-                return spec
-        return None
-
-    def _attach_by_hand(self, spec: ModuleSpec) -> None:
-        if self._wanted(spec.name):
+    def _made_by_hand(self, spec: ModuleSpec) -> None:
+        if self._is_wanted(spec.name):
             self._attach(spec)
 
-    def _attach(self, spec: ModuleSpec, *, is_reload: bool = False) -> None:
-        loader: Any = spec.loader
-        is_chained = compat.unchained(loader) is not loader
-        if isinstance(loader, importlib.util.LazyLoader):
-            # wrapt's loader would load the module.
-            loader = spec.loader = compat.unchained(loader)
-            # The module loads on first access to an attribute: the callback is added to the inner loader.
-            inner: Any = loader
-            if not isinstance(inner.loader, _NotifyingLoader):
-                inner.loader = _NotifyingLoader(inner.loader, self._loaded)
-        elif hasattr(loader, "exec_module") and type(loader) is not _NotifyingLoader and not is_chained:
-            spec.loader = _NotifyingLoader(loader, self._loaded, is_reload)  # type: ignore[assignment]
+    def _attach(self, spec: ModuleSpec) -> None:
+        # A lazy loader calls another one when an attribute of the module is read.
+        holder: Any = spec.loader if type(spec.loader) is importlib.util.LazyLoader else spec
+        loader = holder.loader
+        is_watched = type(loader) is _NotifyingLoader or compat.is_chained(loader)
+        if hasattr(loader, "exec_module") and not is_watched:
+            holder.loader = _NotifyingLoader(spec.name, loader, self.module_loaded)
 
 
 class _NotifyingLoader:
-    """Wraps a loader until it runs the module, which sees only its own loader.
+    """Wraps the loader of the module ``name`` until it runs the module, which sees only its own loader."""
 
-    :param is_reload: a module whose code fails then stays loaded, with what it has defined so far.
-    """
-
-    def __init__(self, loader: Any, loaded: Loaded, is_reload: bool = False) -> None:
-        self._loader = loader
-        self._notify = loaded
-        self._is_reload = is_reload
+    def __init__(self, name: str, loader: Any, loaded: Loaded) -> None:
+        self._name, self._loader, self._notify = name, loader, loaded
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        create = getattr(self._loader, "create_module", None)
-        module: ModuleType | None = create(spec) if create is not None else None
-        return module
-
     def exec_module(self, module: ModuleType) -> None:
         spec: Any = module.__spec__
-        name = spec.name if spec is not None else module.__name__
         if spec is not None and spec.loader is self:
             spec.loader = self._loader
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = self._loader
-        try:
-            self._loader.exec_module(module)
-        except BaseException:
-            if self._is_reload:
-                self._notify(name, module)
-            raise
-        self._notify(name, sys.modules.get(name, module))
-
-
-def wait_for_imports(names: Iterable[str]) -> bool:
-    """Wait until other threads that have found one of these modules have created it; True if one exists then.
-
-    Such a thread called the finder before the hook was added, so its import would go unnoticed; once the
-    module is in `sys.modules`, :func:`when_ready` handles it. Bounded: the import may wait for this thread.
-    """
-    searched = [name for name in compat.imported_elsewhere(names) if name not in sys.modules]
-    deadline = time.monotonic() + _LONGEST_WAIT
-    for name in searched:
-        while name not in sys.modules and compat.imported_elsewhere([name]) and time.monotonic() < deadline:
-            time.sleep(0.0002)
-    return any(name in sys.modules for name in searched)
-
-
-_LONGEST_WAIT = 0.1
+        self._loader.exec_module(module)
+        self._notify(self._name, sys.modules.get(self._name, module))
 
 
 def is_ready(module: Any) -> bool:
@@ -211,7 +172,7 @@ def when_ready(module: Any, loaded: Loaded) -> None:
     spec = object.__getattribute__(module, "__spec__")
     if _is_lazy(module):
         if not isinstance(spec.loader, _NotifyingLoader):
-            spec.loader = _NotifyingLoader(spec.loader, loaded)
+            spec.loader = _NotifyingLoader(spec.name, spec.loader, loaded)
         return
     compat.when_initialized(spec, lambda: loaded(spec.name, sys.modules.get(spec.name)))
 
@@ -257,8 +218,10 @@ def _fault_of(name: str, search_path: tuple[str, ...]) -> str:
     for prefix in accumulate(name.split("."), "{}.{}".format):
         module = sys.modules.get(prefix)
         if module is None:
+            finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
             try:
-                spec = _find_without_hooks(prefix, within)
+                specs = (finder.find_spec(prefix, within) for finder in finders)
+                spec = next((found for found in specs if found is not None), None)
             except Exception:  # noqa: BLE001  another package's finder may raise anything
                 return ""
             if spec is None:
@@ -273,15 +236,6 @@ def _fault_of(name: str, search_path: tuple[str, ...]) -> str:
         if within is None:
             return "" if prefix == name else f"{prefix} is not a package, so no module {name} can be imported"
     return ""
-
-
-def _find_without_hooks(name: str, path: Any) -> ModuleSpec | None:
-    for finder in list(sys.meta_path):
-        if finder is not compat.wrapt_finder() and not isinstance(finder, ModuleWatcher):
-            spec = finder.find_spec(name, path) if hasattr(finder, "find_spec") else None
-            if spec is not None:
-                return spec
-    return None
 
 
 # -- hooks by module -----------------------------------------------------------------------------------------
@@ -368,7 +322,6 @@ class LazyAttributes:
         self._made = made
         self.hooks: dict[int, Advice] = {}
         self._wanted: dict[int, tuple[str, Any, set[str]]] = {}
-        self._kept = OwnDict()  # by module and attribute
 
     def wait(self, name: str, module: Any, alternate: Alternate, owner: Any) -> Advice:
         """Wait for what ``alternate`` names in ``module``; returns the hook for ``__getattr__`` there."""
@@ -376,13 +329,10 @@ class LazyAttributes:
         self._wanted.setdefault(id(module), (name, module, set()))[2].add(attribute)
         return self.hooks.setdefault(id(owner), _own_hook(HookType.NATIVE, self._around_getattr(owner)))
 
-    def restore(self) -> None:
-        """Remove the attributes that modules would create again."""
-        for (key, attribute), value in self._kept.items():
-            names = namespace(self._wanted[key][1])
-            if names.get(attribute, MISSING) is value:
-                del names[attribute]
-        self.__init__(self._made)  # type: ignore[misc]
+    def clear(self) -> None:
+        """Stop waiting: the last hook has gone."""
+        self.hooks.clear()
+        self._wanted.clear()
 
     def _around_getattr(self, owner: Any) -> Callable[..., Any]:
         # Of the native contract: the arguments of an AFTER hook would be one more referrer of the new value.
@@ -394,9 +344,7 @@ class LazyAttributes:
                 return value
             wanted.discard(attribute)
             names = namespace(module)
-            if attribute not in names:
-                names[attribute] = value
-                self._kept[id(module), attribute] = value
+            names.setdefault(attribute, value)
             del value
             self._made(name, module)
             return names[attribute]

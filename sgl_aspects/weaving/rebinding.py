@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import (
     MISSING,
     PROPERTIES,
@@ -163,12 +162,6 @@ def _own_hash(instance: Any) -> int | None:
         return None
 
 
-def _kind_of(container: Any) -> Any:
-    return next(
-        kind for kind in (collections.OrderedDict, dict, set, tuple, frozenset) if is_a(container, kind)
-    )
-
-
 def _is_class_cell(cell: types.CellType) -> bool:
     """Return whether it is the ``__class__`` cell of `super()`, which always refers to the defining class."""
     if not is_class(cell.cell_contents):
@@ -220,7 +213,12 @@ def rebind(pairs: Iterable[Pair]) -> list[Stale]:
         with unfrozen():
             stale = _Collected(left).rebind()
     weak = "a weak reference, as in a WeakSet"
-    return [*stale, *(Stale(describe(pair.old), weak) for pair in every if _stays_weakly_held(pair))]
+    weakly_held = [pair.old for pair in every if pair.only_bound_to is None and _is_weakly_held(pair.old)]
+    return [*stale, *(Stale(describe(old), weak) for old in weakly_held)]
+
+
+def _is_weakly_held(old: Any) -> bool:
+    return is_a(old, types.FunctionType) and weakref.getweakrefcount(old) > 0
 
 
 def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
@@ -241,16 +239,6 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
                 names[name] = pair.new
                 found[id(pair.old)] = found.get(id(pair.old), 0) + 1
     return found
-
-
-def _stays_weakly_held(pair: Pair) -> bool:
-    """Rebind weak references to methods; True if others remain, which cannot be changed."""
-    if pair.only_bound_to is not None or not is_a(pair.old, types.FunctionType):
-        return False
-    if weakref.getweakrefcount(pair.old) and is_a(pair.new, types.FunctionType):
-        for weak_method in compat.weak_methods(pair.old):
-            compat.retarget_weak_method(weak_method, pair.new)
-    return weakref.getweakrefcount(pair.old) > 0
 
 
 class _Collected:
@@ -304,35 +292,21 @@ class _Collected:
                 except Exception as error:  # noqa: BLE001  a user's __hash__ or descriptor may raise anything
                     held = [*gc.get_referents(referrer), *namespace(referrer).values()]
                     self._report(held, f"{_described(referrer)}: {error!r}")
-        if dependent:
-            self._replace_in_hashed(dependent)
+        holders = referrers(dependent) if dependent else []
+        for instance in dependent:
+            self._replace_in_hashed(instance, holders)
         return anew
 
-    def _replace_in_hashed(self, instances: list[Any]) -> None:
-        """Change instances whose hash depends on an old object, and insert them anew where they are keys."""
-        containers = [
-            one
-            for one in referrers(instances)
-            if is_a(one, (dict, set, frozenset, tuple)) and not _is_ours(one)
-        ]
-        for instance in instances:
-            held_by = [
-                one for one in containers if holds(dict.keys(one) if is_a(one, dict) else one, instance)
-            ]
-            if any(is_a(one, (frozenset, tuple)) for one in held_by):
-                holder = f"{_described(instance)}, in a tuple or frozenset whose hash depends on it"
-                self._report([*namespace(instance).values(), *gc.get_referents(instance)], holder)
-                continue
-            # Their keys are inserted anew. The items are read before: an OrderedDict looks each key up.
-            kinds = list(map(_kind_of, held_by))
-            items = [
-                list(set.__iter__(one) if kind is set else kind.items(one))
-                for kind, one in zip(kinds, held_by)
-            ]
-            _exchange(instance, self._new)
-            for kind, container, entries in zip(kinds, held_by, items):
-                kind.clear(container)
-                kind.update(container, entries)
+    def _replace_in_hashed(self, instance: Any, holders: list[Any]) -> None:
+        """Change an instance whose hash depends on an old object, unless one of ``holders`` uses its hash."""
+        for holder in holders:
+            keys = dict.keys(holder) if is_a(holder, dict) else holder
+            if is_a(holder, (dict, set, frozenset, tuple)) and holds(keys, instance):
+                held = [*gc.get_referents(instance), *namespace(instance).values()]
+                where = f"{_described(instance)}, whose hash depends on it, in {_described(holder)}"
+                self._report(held, where)
+                return
+        _exchange(instance, self._new)
 
     def _replace_in(self, referrer: Any, owners: list[Any]) -> None:
         if is_a(referrer, dict):
@@ -440,7 +414,7 @@ def describe(obj: Any) -> str:
 
 
 def _described(referrer: Any) -> str:
-    if is_a(referrer, (tuple, frozenset)):
+    if is_a(referrer, (tuple, frozenset, set, dict)):
         return f"a {type(referrer).__name__} of {len(referrer)}"
     named = namespace(referrer).get("__qualname__")
     return f"a {class_name(type(referrer)).replace(':', '.')}" + (f" ({named})" if named else "")

@@ -8,9 +8,6 @@ debuggers see the target's body called by its caller (:func:`.compat.hide_frame`
 from __future__ import annotations
 
 import ast
-import contextlib
-import enum
-import functools
 import inspect
 import sys
 import types
@@ -18,44 +15,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from sgl_aspects import compat
-from sgl_aspects.weaving.attributes import claims_to_be, is_a
 from sgl_aspects.weaving.chain import CHAINS_NAME
+from sgl_aspects.weaving.hooks import FunctionKind
 
 SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-
-
-class FunctionKind(enum.Enum):
-    """The kind of a function, by the result of a call; the woven function is of the same kind."""
-
-    PLAIN = "plain"
-    COROUTINE = "coroutine"
-    GENERATOR = "generator"
-    ASYNC_GENERATOR = "async generator"
-
-    @classmethod
-    def of(cls, function: Any) -> FunctionKind:
-        """Return the kind of a function, a partial or method around one, or an instance's ``__call__``."""
-        if claims_to_be(function, (functools.partial, types.MethodType)):
-            return cls.of(function.func if claims_to_be(function, functools.partial) else function.__func__)
-        code: Any = function.__code__ if claims_to_be(function, types.FunctionType) else None
-        if is_a(code, types.CodeType):
-            kind = kind_of_code(code)
-        else:  # a mock object's is none
-            call = inspect.getattr_static(type(function), "__call__", None)
-            kind = cls.of(call) if claims_to_be(call, types.FunctionType) else cls.PLAIN
-        with contextlib.suppress(Exception):  # an object may answer in any way
-            if kind is cls.PLAIN and inspect.iscoroutinefunction(function):
-                return cls.COROUTINE
-        return kind
-
-
-def kind_of_code(code: types.CodeType) -> FunctionKind:
-    flags = code.co_flags
-    if flags & inspect.CO_COROUTINE:
-        return FunctionKind.COROUTINE
-    if flags & inspect.CO_ASYNC_GENERATOR:
-        return FunctionKind.ASYNC_GENERATOR
-    return FunctionKind.GENERATOR if flags & inspect.CO_GENERATOR else FunctionKind.PLAIN
 
 
 class Shape(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 import textwrap
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -33,12 +32,6 @@ __all__ = ["no_hook_is_left"]
 def engine() -> Iterator[Any]:
     with module_of(METHODS) as module:
         yield module
-
-
-def test_a_cached_property_that_a_later_base_overrides(engine: Any) -> None:
-    with aspects.woven(around("engine:Sub.lazy", hooked)):
-        assert engine.Sub().lazy == ("hooked", "lazy")
-        assert engine.Diamond().lazy == ("hooked", "other")
 
 
 @pytest.mark.parametrize("make", ["Mock(spec=f)", "create_autospec(f)", "MagicMock()"])
@@ -89,26 +82,6 @@ def test_a_descriptor_around_what_others_use_too(name: str) -> None:
         assert vars(module.A)[name] is raw
 
 
-def test_a_descriptor_that_computes_what_cannot_be_called(
-    engine: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As lazy properties do: which function computes it cannot be seen from outside."""
-
-    class Lazy:
-        def __get__(self, instance: Any, owner: Any = None) -> str:
-            return "computed"
-
-    engine.A.computed = Lazy()
-    engine.A.mocked = unittest.mock.PropertyMock(return_value=5)
-    made = engine.A()
-    with aspects.woven(around("engine:A.computed", hooked), around("engine:A.mocked", hooked)):
-        assert [(made.computed, made.mocked) for _ in range(2)] == [("computed", 5)] * 2
-    assert [record.getMessage() for record in caplog.records] == [
-        f"engine:A.{name} gives a {value}, which is not called, so its hooks do not run; hook what makes it"
-        for name, value in (("computed", "str"), ("mocked", "int"))
-    ]
-
-
 def test_instances_do_not_have_a_hooked_method_of_the_metaclass(engine: Any) -> None:
     source = """
     class Meta(type):
@@ -138,39 +111,11 @@ def test_properties_of_enumerations(engine: Any) -> None:
     """
     exec(textwrap.dedent(source), vars(engine))
     raw, names = vars(engine.Color)["shade"], list(vars(engine.Color))
-    with aspects.woven(around("engine:Color.shade", hooked), around("engine:Color.value", hooked)):
+    with aspects.woven(around("engine:Color.shade", hooked)):
         assert engine.Color.RED.shade == ("hooked", "shade of RED")
-        assert (engine.Color.RED.value, engine.Color.RED.name) == (("hooked", 1), "RED")
         assert engine.Color(1) is engine.Color.RED
-    assert engine.Color.RED.value == 1
     assert vars(engine.Color)["shade"] is raw
     assert list(vars(engine.Color)) == names
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="classmethods no longer bind what is in them")
-@pytest.mark.parametrize("name", ["prop", "twice", "static"])
-@pytest.mark.parametrize("owner", ["Base", "Derived"])
-def test_descriptors_in_a_classmethod(engine: Any, owner: str, name: str) -> None:
-    source = """
-    class Base:
-        prop = classmethod(property(lambda cls: cls.__name__))
-        twice = classmethod(classmethod(lambda cls: cls.__name__))
-        static = classmethod(staticmethod(lambda: "static"))
-    class Derived(Base): pass
-    """
-    exec(textwrap.dedent(source), vars(engine))
-
-    def read() -> Any:
-        found = getattr(engine.Derived, name)
-        return found if name == "prop" else found()
-
-    raw, bare = vars(engine.Base)[name], read()
-    with aspects.woven(around(f"engine:{owner}.{name}", hooked)):
-        assert read() == ("hooked", bare)
-        assert type(vars(getattr(engine, owner))[name].__func__) is type(raw.__func__)
-    assert read() == bare
-    assert vars(engine.Base)[name] is raw
-    assert name not in vars(engine.Derived)
 
 
 @pytest.fixture
@@ -212,23 +157,6 @@ def test_a_copy_in_such_a_descriptor_is_rebound(odd: Any, name: str) -> None:
         assert type(vars(odd.A)[name]) is type(raw)
 
 
-def test_a_descriptor_that_cannot_be_called_but_binds(odd: Any) -> None:
-    seen: list[Any] = []
-
-    def look(original: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append((args, kwargs))
-        return original(*args, **kwargs)
-
-    raw, made = vars(odd.A)["bound"], odd.A()
-    bare = [made.bound(5), odd.A.bound(x=6)]
-    with aspects.woven(around("engine:A.bound", look), around("engine:A.raising", look)):
-        assert [made.bound(5), odd.A.bound(x=6)] == bare == [("instance", 5), ("A", 6)]
-        with pytest.raises(RuntimeError, match="not now"):
-            _ = made.raising
-    assert seen == [((made, 5), {}), ((odd.A,), {"x": 6})]
-    assert vars(odd.A)["bound"] is raw
-
-
 @pytest.fixture
 def small() -> Iterator[Any]:
     with module_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): return 'm'\n") as module:
@@ -266,26 +194,3 @@ def test_parts_of_a_property_that_are_hooked_at_once() -> None:
                 assert made.p == 5
             assert seen == [(5,), ()] * 2
         assert vars(module.C)["p"] is vars(module.D)["p"] is raw
-
-
-def test_parts_of_an_inherited_property_run_the_hooks_of_the_base_class() -> None:
-    source = (
-        "class B:\n    size = 1\n    @property\n    def p(self): return self.size\n    @p.setter\n"
-        "    def p(self, value): self.size = value\nclass C(B): pass\n"
-    )
-    with module_of(source) as module:
-        seen: list[str] = []
-
-        def noting(name: str) -> aspects.Advice:
-            def note(original: Any, *args: Any) -> Any:
-                seen.append(name)
-                return original(*args)
-
-            return around(name, note)
-
-        names = ("engine:C.p", "engine:C.p.fset", "engine:B.p", "engine:B.p.fset")
-        with aspects.woven(*map(noting, names)):
-            made = module.C()
-            made.p = 5
-            assert made.p == 5
-            assert seen == ["engine:C.p.fset", "engine:B.p.fset", "engine:C.p", "engine:B.p"]

@@ -213,4 +213,3 @@ def test_a_pattern_reaches_what_functools_makes(methods: Any) -> None:
     with aspects.woven(around("engine:*", hooked), around("engine:A.*", hooked)):
         assert methods.cached() == ("hooked", "cached")
         assert methods.A().lazy == ("hooked", "lazy")
-        assert methods.A().dispatched(1) == ("hooked", "dispatched")

@@ -508,21 +508,6 @@ def test_a_class_attribute_alias_of_a_method_and_of_a_property(engine: Any) -> N
     assert vars(engine.C)["alias_p"] is vars(engine.C)["p"] is vars(Other)["p"]
 
 
-def test_a_hook_that_removes_a_staticmethod_copy_gives_the_identical_descriptor_back(engine: Any) -> None:
-    class Owner:
-        method = staticmethod(engine.f)
-        through_class: Any = classmethod(engine.f)
-
-    before = (vars(Owner)["method"], vars(Owner)["through_class"])  # a tuple is not rebound
-    with aspects.woven(around("engine:f", hooked)):
-        assert Owner.method(1) == ("hooked", ("f", 1))
-        assert Owner.through_class() == ("hooked", ("f", Owner))
-        assert vars(Owner)["method"] is not before[0]
-    assert vars(Owner)["method"] is before[0]
-    assert vars(Owner)["through_class"] is before[1]
-    assert before[0].__func__ is before[1].__func__ is engine.f
-
-
 def test_the_rest_of_a_holder_stays_as_it_was(engine: Any) -> None:
     marker = object()
     as_list = [marker, engine.f, [marker], engine.f]

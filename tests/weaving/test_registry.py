@@ -220,9 +220,9 @@ def test_a_hook_that_fails_does_not_keep_the_others_away_and_stays_in_the_report
 def test_a_bug_in_weaving_one_hook_is_contained(
     module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from sgl_aspects.weaving import descriptors, joinpoints
+    from sgl_aspects.weaving import descriptors
 
-    plain = descriptors.open_attribute
+    plain = descriptors.opened
 
     def buggy(place: Any) -> Any:
         if place.name == "g":
@@ -232,7 +232,7 @@ def test_a_bug_in_weaving_one_hook_is_contained(
     for name in ("f", "g", "other"):
         HookRegistry.register(f"mod.{name}", adding("hook"))
     with monkeypatch.context() as patched:
-        patched.setattr(joinpoints, "open_attribute", buggy)
+        patched.setattr(descriptors, "opened", buggy)
         HookRegistry.apply_hooks()
     assert (module.f(), module.g(), module.other()) == (["f", 1, "hook"], ["g"], ["other", "hook"])
     assert "a bug of ours" in caplog.text

@@ -54,7 +54,6 @@ def state(advice: aspects.Advice) -> State:
         ("a:f|b.g", ["a:f", "b.g"]),
         ("pkg.**:*Model.forward", ["pkg.**:*Model.forward"]),
         ("pkg.*.mod:Base+.m", ["pkg.*.mod:Base+.m"]),
-        ("pkg.mod:\u00b5_batch", ["pkg.mod:\u03bc_batch"]),  # as Python reads the sign on a keyboard
     ],
 )
 def test_a_target_reads_as_it_was_written(text: str, alternates: list[str]) -> None:
