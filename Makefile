@@ -98,7 +98,6 @@ browser:
 		echo "no Chromium or no Prometheus, and neither can be installed here: their tests are skipped"
 
 bench: $(VENV)/.dev
-	$(PIP) -e ".[bench]"
 	$(BIN)/python -m benchmarks --write
 
 bench-gpu: $(VENV)/.dev

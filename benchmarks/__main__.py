@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
-from benchmarks import backends, calls, levels, spans, steps, weaving
+from benchmarks import calls, spans, weaving
 from benchmarks.turns import interval
 
 PAGE = Path(__file__).resolve().parent / "results" / "tables.md"
@@ -59,12 +59,6 @@ def weaving_table() -> str:
     return "\n".join(lines)
 
 
-def steps_line() -> str:
-    """The aspects' own time in a decode step."""
-    costs = ", ".join(f"{cost:.1f} µs at level {level}" for level, cost in steps.measure().items())
-    return f"The aspects' own time in a decode step of eight requests: {costs}."
-
-
 def _calls() -> str:
     rounds = calls.measure()
     return f"""## Nanoseconds a call
@@ -95,30 +89,7 @@ the OpenTelemetry SDK with OTLP. The exporters send to a receiver on loopback; "
 """
 
 
-def _levels() -> str:
-    return f"""## An engine, by level
-
-One engine that makes token after token, in turns of a few steps with tracing and without: medians of the
-ratios of neighbouring turns, and the 95 % interval of the median. "attached": hooks that record nothing, to
-no hooks at all. "nothing": turns of the same, whose distance from 0 is noise. The others: a level to level 0.
-
-{levels.table(LONG_MINUTES)}
-
-{steps_line()}
-"""
-
-
-def _backends() -> str:
-    return f"""## A backend that fails
-
-Turns of the same engine; "well again" is the same as "well", whose distance is noise.
-
-{backends.table(LONG_MINUTES)}
-"""
-
-
-SECTIONS = {"calls": _calls, "weaving": _weaving, "spans": _spans, "levels": _levels, "backends": _backends}
-LONG_MINUTES = 12  # of each of the two that measure an engine's steps
+SECTIONS = {"calls": _calls, "weaving": _weaving, "spans": _spans}
 
 
 def main() -> None:
@@ -132,9 +103,8 @@ def main() -> None:
     python = f"{platform.python_implementation()} {platform.python_version()}, {platform.machine()}"
     page = f"""# Performance
 
-Made by `{" ".join(["python -m benchmarks", *arguments.sections])}`: {python}. (wrapture is measured
-on Python 3.12 and later.) A Python built without profile-guided optimisation, as pyenv's are, takes some 15 %
-more for a span.
+Made by `{" ".join(["python -m benchmarks", *arguments.sections])}`: {python}. A Python built without
+profile-guided optimisation, as pyenv's are, takes some 15 % more for a span.
 """
     for name in arguments.sections or SECTIONS:
         page += "\n" + SECTIONS[name]()

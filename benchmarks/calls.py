@@ -1,5 +1,4 @@
-"""The cost of a call through no-op hooks: this package against SGLang's registry, wrapt, a closure,
-aspectlib.
+"""The cost of a call through no-op hooks: this package against SGLang's registry, wrapt, and a closure.
 
 Each subject hooks the same function in the same process; rounds are interleaved, and a ratio is of two times
 of the same round, so that a slow moment of the machine hits both.
@@ -59,15 +58,11 @@ DEPTHS = (1, 2, 4)
 ROUNDS, NUMBER = 60, 5_000
 
 
-class EnterOnly:
-    """An observer that has only enter()."""
+class Nothing:
+    """The observer that does nothing."""
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return None
-
-
-class Nothing(EnterOnly):
-    """The observer that does nothing."""
 
     def exit(self, token: None, result: Any, error: BaseException | None) -> None:
         return None
@@ -95,11 +90,8 @@ SUBJECTS: dict[str, Callable[[str, str, int], None] | None] = {
     "ours, AROUND": _ours(aspects.HookType.AROUND, _around),
     "ours, native": _ours(aspects.HookType.NATIVE, _native),
     "ours, observer": _ours(aspects.HookType.OBSERVE, Nothing),
-    "ours, enter() only": _ours(aspects.HookType.OBSERVE, EnterOnly),
     "closure by hand": peers.closure_hook,
     "wrapt": peers.wrapt_hook,
-    "aspectlib": peers.aspectlib_hook,
-    "wrapture": peers.wrapture_hook,
 }
 
 

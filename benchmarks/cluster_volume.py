@@ -17,12 +17,9 @@ from typing import NamedTuple
 
 from opentelemetry.trace import SpanKind
 
-from benchmarks.collector import Shapes
+from benchmarks.collector import Shapes, joined
 from benchmarks.steps import Stage
 from sgl_aspects.tracing import context
-from sgl_aspects.tracing.collect.join import Joiner
-from sgl_aspects.tracing.collect.run_reader import RunReader
-from sgl_aspects.tracing.collect.span_builder import engine_resource
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
@@ -54,7 +51,7 @@ def of_request() -> Volume:
         for _ in range(_SAMPLE):
             shapes.request()
         shapes.close()
-        return _measured(_spans_of(folder), _SAMPLE)
+        return _measured(list(joined(folder)), _SAMPLE)
 
 
 def of_step(level: int, batch: int) -> Volume:
@@ -75,21 +72,7 @@ def of_step(level: int, batch: int) -> Volume:
                 call(tokens)
         front.close()
         stage.recorder.close()
-        return _measured([span for span in _spans_of(folder) if span.kind is SpanKind.INTERNAL], _SAMPLE)
-
-
-def _spans_of(folder: str) -> list[CollectedSpan]:
-    found: list[CollectedSpan] = []
-    reader, joiner, is_last = RunReader(folder), Joiner(engine_resource(folder), found.append), False
-    while not is_last:
-        records = list(reader.poll())
-        is_last = not records and not reader.has_more
-        for writer, record in records:
-            joiner.add(writer, record)
-        joiner.match_waiting(is_behind=reader.has_more)
-    joiner.finish()
-    reader.close()
-    return found
+        return _measured([span for span in list(joined(folder)) if span.kind is SpanKind.INTERNAL], _SAMPLE)
 
 
 def _measured(spans: list[CollectedSpan], count: int) -> Volume:

@@ -12,7 +12,6 @@ rings, which sends to that backend, without its start: the difference between fe
 from __future__ import annotations
 
 import argparse
-import itertools
 import multiprocessing
 import os
 import subprocess
@@ -33,6 +32,7 @@ from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.collect.span_builder import engine_resource
 from sgl_aspects.tracing.collect.summary import TraceSummary
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
+from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.lifecycle.requests import Chunk, RequestTracker
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSent
@@ -148,37 +148,45 @@ def whole(level: int, metrics: str, servers: int = 4) -> Stage:
     return Stage(name, (spent[1] - spent[0]) * 1e6 / (spans[1] - spans[0]))
 
 
+def joined(folder: str, spent: list[float] | None = None) -> Iterator[CollectedSpan]:
+    """Yield the spans of rings that are already written.
+
+    :param spent: of this thread, the seconds of reading, and of joining and building, are added to.
+    """
+    reader, spans, clock, is_last = RunReader(folder), [], time.thread_time, False
+    joiner = Joiner(engine_resource(folder), spans.append)
+    spent = [0.0, 0.0] if spent is None else spent
+    while not is_last:
+        start = clock()
+        records = list(reader.poll_rings())
+        is_last = not any(read for _, read in records) and not reader.has_more
+        read = clock()
+        for writer, found in records:
+            joiner.add(writer, *found)
+        if is_last:
+            joiner.finish()
+        joiner.match_waiting(is_behind=reader.has_more)
+        spent[:] = spent[0] + read - start, spent[1] + clock() - read
+        yield from spans
+        spans.clear()
+    if joiner.unjoined or reader.dropped:
+        print(f"unjoined {joiner.unjoined}, dropped {reader.dropped}")
+    reader.close()
+
+
 def stages(level: int, servers: int = 4, requests: int = 1500) -> list[Stage]:
-    """The stages of a collector that is far behind: the rings are already written."""
+    """The stages of a collector that is far behind."""
+    _collect_garbage_seldom()
     with _full_rings(level, servers, requests) as folder:
-        reader, spans, clock = RunReader(folder), [], time.thread_time
-        joiner, encoder = Joiner(engine_resource(folder), spans.append), SpanEncoder()
-        spent, count, size, is_last = [0.0, 0.0, 0.0], 0, 0, False
-        _collect_garbage_seldom()
-        while not is_last:
-            moments = [clock()]
-            records = list(reader.poll_rings())
-            is_last = not any(read for _, read in records) and not reader.has_more
-            moments.append(clock())
-            for writer, read in records:
-                joiner.add(writer, *read)
-            if is_last:
-                joiner.finish()
-            joiner.match_waiting(is_behind=reader.has_more)
-            moments.append(clock())
-            for start in range(0, len(spans), _BATCH):
-                size += len(encoder.encode(spans[start : start + _BATCH]))
-            moments.append(clock())
-            count += len(spans)
-            spans.clear()
-            spent = [sum(each) for each in zip(spent, (b - a for a, b in itertools.pairwise(moments)))]
-        dropped = reader.dropped
-        reader.close()
+        spent, encoder, size = [0.0, 0.0], SpanEncoder(), 0
+        spans = list(joined(folder, spent))
+    start = time.thread_time()
+    for first in range(0, len(spans), _BATCH):
+        size += len(encoder.encode(spans[first : first + _BATCH]))
+    spent.append(time.thread_time() - start)
     names = "read", "join, build", "encode", "total"
-    found = [Stage(name, each * 1e6 / count) for name, each in zip(names, (*spent, sum(spent)))]
-    print(f"level {level}: {count} spans, {size / count:.0f} bytes each as OTLP", end="; ")
-    print(f"unjoined {joiner.unjoined}, dropped {dropped}")
-    return found
+    print(f"level {level}: {len(spans)} spans, {size / len(spans):.0f} bytes each as OTLP")
+    return [Stage(name, each * 1e6 / len(spans)) for name, each in zip(names, (*spent, sum(spent)))]
 
 
 def _load(folder: str, number: int, level: int, rate: float, seconds: float, results_queue: Any) -> None:
@@ -193,27 +201,17 @@ def _load(folder: str, number: int, level: int, rate: float, seconds: float, res
     shapes.close()
 
 
-@contextmanager
-def _run(url: str) -> Iterator[Any]:
-    os.environ.update(OTEL_METRICS_EXPORTER="otlp", SGL_ASPECTS_TRACE_FLUSH_SECONDS="60")
-    session = attach(level=1, endpoint=url)
-    try:
-        yield session
-    finally:
-        session.close(90)
-
-
 def load(level: int, rate: float, seconds: float, writers: int) -> str:
     """A collector beside ``writers`` writers that begin ``rate`` requests a second between them."""
     results_queue = spawn.Queue()
     servers = writers // 2
     with receiver() as url:
-        with _run(f"{url}/load") as session:
-            arguments = (session.run_folder,)
+        os.environ.update(OTEL_METRICS_EXPORTER="otlp", SGL_ASPECTS_TRACE_FLUSH_SECONDS="60")
+        session = attach(level=1, endpoint=f"{url}/load")
+        each = level, rate / servers, seconds
+        try:
             processes = [
-                spawn.Process(
-                    target=_load, args=(*arguments, number, level, rate / servers, seconds, results_queue)
-                )
+                spawn.Process(target=_load, args=(session.run_folder, number, *each, results_queue))
                 for number in range(servers)
             ]
             for process in processes:
@@ -226,6 +224,8 @@ def load(level: int, rate: float, seconds: float, writers: int) -> str:
             while processor_seconds(collector) - spent > 0.05 or time.monotonic() - began < 6:
                 spent = processor_seconds(collector)
                 time.sleep(1)
+        finally:
+            session.close(90)
         summary, delivered = session.summary, counted(url).get("load", 0)
     done = sum(count for count, _ in results)
     return (

@@ -1,12 +1,11 @@
-"""Device time in forward spans against the torch profiler's, and the cost of tracing on a GPU.
+"""Device time in forward spans against the torch profiler's.
 
     python -m benchmarks.device_time [--write] [--folder DIR] [--layers N]
 
 A scheduler of the embedded engine in this process, with a model in the shape of Llama 3.2 1B (random bfloat16
 weights), serves prompts and decodes, eagerly and by graphs. While the profiler looks, each pass is also
 marked for it; the profiler's duration is from the first to the last piece of device work that the pass
-launched, of a replayed one that its graph launched. Then, without the profiler, steps with tracing off and
-at levels 2 and 3 take turns.
+launched, of a replayed one that its graph launched.
 """
 
 from __future__ import annotations
@@ -14,47 +13,39 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
-import os
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_decode import SHAPE, write_model
-from benchmarks.turns import interval
+from benchmarks.stepped import SHAPE, SteppedEngine, write_model
 from sgl_aspects.platforms import current_platform
-from sgl_aspects.runtime import SamplingParams, ServerArgs
-from sgl_aspects.runtime.messages import TokenizedRequest
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.record import format as ring_format
 
-PAGE = Path(__file__).resolve().parent / "results" / "tracing-on-a-gpu.md"
+PAGE = Path(__file__).resolve().parent / "results" / "device-time.md"
 MARK = "bench.forward"
 BATCH, PROMPT, STEPS = 8, 256, 12
-LEVELS, TURNS, TURN_STEPS = (2, 3), 24, 20
 _WORK = 8192  # a product of square matrices of this size takes an H100 1.5 ms
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-class Engine:
-    """A scheduler that is driven step by step."""
+class Marked(SteppedEngine):
+    """Each forward pass is marked for the profiler.
 
-    def __init__(self, folder: Path) -> None:
-        from sgl_aspects.runtime.scheduling.scheduler import Scheduler
+    ``is_kept_busy``: the device still has something to do when a pass is launched, as a loaded engine's has.
+    An idle one waits for the launch, which takes the profiler up to 0.3 ms.
+    """
 
-        self._ours, theirs = multiprocessing.Pipe()
-        self.scheduler = Scheduler(
-            ServerArgs(folder, max_total_tokens=32768, max_running_requests=BATCH), theirs
-        )
-        runner = self.scheduler.model_runner
-        self._graph_runner = runner.graph_runner
+    def __init__(self, model: Path) -> None:
+        super().__init__(model, BATCH)
+        self.is_kept_busy = False
+        work = torch.ones(_WORK, _WORK, device=self.runner.device, dtype=torch.bfloat16)
         # Inside the marks there is the woven function: our events and the profiler see the same work.
-        forward = runner.forward
+        forward = self.runner.forward
 
         def marked(batch: Any) -> torch.Tensor:
             if self.is_kept_busy:
@@ -62,56 +53,21 @@ class Engine:
             with torch.profiler.record_function(MARK):
                 return forward(batch)
 
-        #: Whether the device still has something to do when a pass is launched, as a loaded engine's has: an
-        #: idle one waits for the launch, which takes the profiler up to 0.3 ms.
-        self.is_kept_busy = False
-        work = torch.ones(_WORK, _WORK, device=runner.device, dtype=torch.bfloat16)
-        runner.forward = marked  # type: ignore[method-assign]
-        self._requests = 0
-
-    def use_graphs(self, yes: bool) -> bool:
-        """False where there are none."""
-        self.scheduler.model_runner.graph_runner = self._graph_runner if yes else None
-        return not yes or self._graph_runner is not None
-
-    def step(self) -> float:
-        """Seconds."""
-        start = time.perf_counter()
-        self.scheduler.step()
-        took = time.perf_counter() - start
-        while self._ours.poll(0):
-            self._ours.recv()
-        return took
-
-    def add_requests(self, tokens: int) -> None:
-        for _ in range(BATCH):
-            self._requests += 1
-            generator = torch.Generator().manual_seed(self._requests)
-            prompt = torch.randint(0, SHAPE["vocab_size"], (PROMPT,), generator=generator).tolist()
-            params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-            self.scheduler.add_request(TokenizedRequest(f"r{self._requests}", prompt, params))
-
-    def finish(self) -> None:
-        for req in list(self.scheduler.running):
-            self.scheduler.abort_request(req.rid)
-        self.step()
+        self.runner.forward = marked  # type: ignore[method-assign]
 
 
-def profiled(engine: Engine, folder: Path, name: str) -> int:
-    """Serves requests under the profiler; how many forward passes that took."""
+def profiled(engine: Marked, folder: Path, name: str) -> None:
+    """Serve requests for STEPS steps under the profiler."""
     engine.use_graphs(name == "graphs")
-    engine.add_requests(STEPS + 4)
+    engine.add_requests(BATCH, PROMPT, STEPS + 4)
     engine.is_kept_busy = True
     with torch.profiler.profile() as profiler:
-        count = 0
-        while count < STEPS:
+        for _ in range(STEPS):
             engine.step()
-            count += 1
         current_platform.synchronize()
     engine.is_kept_busy = False
     engine.finish()
     profiler.export_chrome_trace(str(folder / f"{name}.json"))
-    return count
 
 
 def durations(trace: Path) -> list[float]:
@@ -157,27 +113,27 @@ def forward_spans(file: Path) -> Iterator[dict[str, Any]]:
         yield {pair["key"]: next(iter(pair["value"].values())) for pair in span["attributes"]}
 
 
-def compare(folder: Path, counts: dict[str, int]) -> list[str]:
-    """Return a line for each execution mode, in the order of ``counts``: both medians, and the ratios."""
-    spans = list(forward_spans(folder / "traces.jsonl"))[-sum(counts.values()) :]
+def compare(folder: Path, ways: list[str]) -> list[str]:
+    """Return a line for each execution mode: both medians, and the ratios."""
+    spans = list(forward_spans(folder / "traces.jsonl"))[-STEPS * len(ways) :]
     lines = [
         "| forward passes | as labelled | spans, ms | profiler, ms | ratio: median (lowest to highest) |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for name, count in counts.items():
-        mine, spans = spans[:count], spans[count:]
+    for number, name in enumerate(ways):
+        mine = spans[number * STEPS : (number + 1) * STEPS]
         theirs = durations(folder / f"{name}.json")
         # The first eager pass after replays has none.
         ours = [float(each.get("sgl_aspects.forward.device_time", 0)) for each in mine]
         for mode in sorted({each["sgl_aspects.forward.mode"] for each in mine}):
             of_mode = [each["sgl_aspects.forward.mode"] == mode for each in mine]
-            chosen = [number for number in range(count) if of_mode[number] and ours[number]]
-            if len(theirs) != count or not chosen:
+            chosen = [at for at in range(STEPS) if of_mode[at] and ours[at]]
+            if len(theirs) != STEPS or not chosen:
                 lines.append(f"| {name}, {mode} | {len(mine)} spans, {len(theirs)} marks | | | |")
                 continue
-            ratios = [ours[number] / theirs[number] for number in chosen]
-            label = {mine[number].get("sgl_aspects.forward.graph", "") for number in chosen}
-            mean = [statistics.median(each[number] for number in chosen) * 1e3 for each in (ours, theirs)]
+            ratios = [ours[at] / theirs[at] for at in chosen]
+            label = {mine[at].get("sgl_aspects.forward.graph", "") for at in chosen}
+            mean = [statistics.median(each[at] for at in chosen) * 1e3 for each in (ours, theirs)]
             lines.append(
                 f"| {name}, {mode} ({len(chosen)}) | {', '.join(sorted(label))} | {mean[0]:.3f} | "
                 f"{mean[1]:.3f} | {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |"
@@ -185,44 +141,10 @@ def compare(folder: Path, counts: dict[str, int]) -> list[str]:
     return lines
 
 
-def overhead(engine: Engine, words: Any, name: str) -> str:
-    """Steps with tracing off and at each of LEVELS, in turns; one line of a table for each level."""
-    engine.use_graphs(name == "graphs")
-    levels = [0, *LEVELS]
-    engine.add_requests(len(levels) * TURNS * (TURN_STEPS + 1) + 60)
-    while engine.scheduler.waiting or any(not req.is_prefill_done for req in engine.scheduler.running):
-        engine.step()
-    took: dict[int, list[float]] = {level: [] for level in levels}
-    for _ in range(TURNS):
-        for level in levels:
-            words[ring_format.WORD_LEVEL] = level
-            engine.step()
-            current_platform.synchronize()
-            start = time.perf_counter()
-            for _ in range(TURN_STEPS):
-                engine.step()
-            current_platform.synchronize()
-            took[level].append((time.perf_counter() - start) / TURN_STEPS)
-        levels.append(levels.pop(0))
-    engine.finish()
-    step = statistics.median(took[0])
-    lines = []
-    for level in LEVELS:
-        ratios = [on / off for on, off in zip(took[level], took[0], strict=True)]
-        low, middle, high = (100 * (ratio - 1) for ratio in interval(ratios))
-        lines.append(
-            f"| {name} | {step * 1e3:.3f} | {level} | {middle:+.2f} % ({low:+.2f} to {high:+.2f}) "
-            f"| {middle / 100 * step * 1e6:+.1f} |"
-        )
-    return "\n".join(lines)
-
-
-_PAGE = """# Tracing on a GPU
+_PAGE = """# Device time on a GPU
 
 Made by `make bench-gpu`: a model in the shape of Llama 3.2 1B ({layers} layers, random bfloat16 weights),
-served by the embedded engine. {device}, torch {torch}, {cores} cores.
-
-## Device time
+served by the embedded engine. {device}, torch {torch}.
 
 Forward spans carry the device's own time, from events that are read later. The profiler's is from the first
 to the last piece of device work that the same pass launched, of a replayed pass that its graph launched. Both
@@ -232,14 +154,6 @@ profiler.) In brackets: how many.
 
 {durations}
 
-## What it costs
-
-Decode steps of eight requests, with tracing off and at each level in turns of twenty; the median of the
-turns' ratios and its 95 % interval. With graphs, a step is scheduled while the one before it runs.
-
-| decode steps | ms with tracing off | level | more | µs a step |
-| --- | --- | --- | --- | --- |
-{costs}
 """
 
 
@@ -253,30 +167,26 @@ def main() -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-aspects-bench-")))
         folder = arguments.folder or scratch
         current_platform.set_device(current_platform.get_device(0))
-        (scratch / "model").mkdir()
         write_model(scratch / "model", arguments.layers)
         with attach(level=3, file=str(folder / "traces.jsonl")) as session:
             words = session.recorder.steps.words  # type: ignore[union-attr]
-            engine = Engine(scratch / "model")
+            engine = Marked(scratch / "model")
             ways = [name for name in ("eager", "graphs") if engine.use_graphs(name == "graphs")]
             words[ring_format.WORD_LEVEL] = 0
             for name in ways:  # compile, choose kernels
                 engine.use_graphs(name == "graphs")
-                engine.add_requests(4)
+                engine.add_requests(BATCH, PROMPT, 4)
                 for _ in range(4):
                     engine.step()
                 engine.finish()
-            costs = [overhead(engine, words, name) for name in ways]
             words[ring_format.WORD_LEVEL] = 4  # level 3 does not time each of its short replays
-            counts = {name: profiled(engine, folder, name) for name in ways}
-        (folder / "counts.json").write_text(json.dumps(counts))
+            for name in ways:
+                profiled(engine, folder, name)
         page = _PAGE.format(
             layers=arguments.layers,
             device=current_platform.get_device_name(0),
             torch=torch.__version__,
-            cores=os.cpu_count(),
-            durations="\n".join(compare(folder, counts)),
-            costs="\n".join(costs),
+            durations="\n".join(compare(folder, ways)),
         )
         print(page)
         if arguments.write:

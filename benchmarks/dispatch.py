@@ -19,81 +19,23 @@ from typing import Any
 os.environ.setdefault("SGL_ASPECTS_OP_CONTROL", "off")
 
 import torch
-from torch import nn
 
 from sgl_aspects.runtime import dispatch
-from sgl_aspects.runtime.dispatch import ImplKind, OpImpl
 from sgl_aspects.runtime.dispatch.define import OPERATORS
-from sgl_aspects.runtime.dispatch.process import new_registry
-from sgl_aspects.runtime.ops import SiluAndMul
 from tests.support.dispatch_peers import CallOp
 
-ROUNDS, NUMBER = 41, 2_000
+ROUNDS = 41
 silu_and_mul = OPERATORS["silu_and_mul"].reference
 
 
-class PlainSiluAndMul(nn.Module):
-    """The layer without dispatch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(x)  # type: ignore[no-any-return]
-
-
-def subjects() -> dict[str, dict[str, Callable[[], Any]]]:
-    """Group → name → call; the first of a group is the direct one."""
-    small, middle = torch.randn(1, 1536), torch.randn(16, 11008)
-    peer = CallOp([("reference", silu_and_mul)])
-    plain, layer = PlainSiluAndMul(), SiluAndMul()
-    manager = dispatch.get_manager()
-    registry = new_registry()
-    registry.register(
-        OpImpl(
-            "silu_and_mul",
-            "vendor.other",
-            ImplKind.VENDOR,
-            silu_and_mul,
-            vendor="other",
-            supported_dtypes=frozenset({torch.float64}),
-        )
-    )
-    site = dispatch.OpManager(registry).site("silu_and_mul")
-
-    def guarded_call(x: torch.Tensor) -> Any:
-        try:
-            return site.run(x)
-        except Exception as error:  # noqa: BLE001  # as the operators' functions do
-            return site.recover(error, (x,), {})
-
-    groups: dict[str, dict[str, Callable[[], Any]]] = {}
-    for name, x in {"[1, 1536]": small, "[16, 11008]": middle}.items():
-        groups[f"function, float32 {name}"] = {
-            "direct": lambda x=x: silu_and_mul(x),
-            "dispatched": lambda x=x: dispatch.silu_and_mul(x),
-            "dispatched by type": lambda x=x: guarded_call(x),
-            "call_op by name": lambda x=x: manager.call_op("silu_and_mul", x),
-            "the peer's call_op": lambda x=x: peer(x),
-        }
-        groups[f"layer, float32 {name}"] = {
-            "direct": lambda x=x: plain(x),
-            "dispatched": lambda x=x: layer(x),
-        }
-    return groups
-
-
-def nothing(x: Any) -> None:
-    return None
-
-
-def overheads() -> dict[str, Callable[[], Any]]:
-    """Measure the same with an implementation that does nothing: the cost of the call alone."""
-    registry = dispatch.OpRegistry()
-    registry.define(dispatch.OperatorSpec("nothing", nothing))
-    manager = dispatch.OpManager(registry)
-    peer = CallOp([("reference", nothing)])
+def subjects(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """By name; the first is the direct call."""
+    manager, peer = dispatch.get_manager(), CallOp([("reference", silu_and_mul)])
     return {
-        "direct": lambda: nothing(1),
-        "dispatched by name": lambda: manager.call_op("nothing", 1),
-        "the peer's call_op": lambda: peer(1),
+        "direct": lambda: silu_and_mul(x),
+        "dispatched": lambda: dispatch.silu_and_mul(x),
+        "call_op by name": lambda: manager.call_op("silu_and_mul", x),
+        "the peer's call_op": lambda: peer(x),
     }
 
 
@@ -109,17 +51,12 @@ def measure(calls: dict[str, Callable[[], Any]], number: int) -> dict[str, float
 
 
 def main() -> None:
-    print("| call | subject | µs | ratio to direct |\n| --- | --- | --- | --- |")
+    print("| silu_and_mul of | subject | µs | ratio to direct |\n| --- | --- | --- | --- |")
     with torch.inference_mode():
-        for group, calls in subjects().items():
-            medians = measure(calls, NUMBER if "1536" in group else 200)
+        for shape, number in ((1, 1536), 2_000), ((16, 11008), 200):
+            medians = measure(subjects(torch.randn(shape)), number)
             for name, value in medians.items():
-                print(f"| {group} | {name} | {value:.2f} | {value / medians['direct']:.3f} |")
-    medians = measure(overheads(), 20_000)
-    for name, value in medians.items():
-        print(
-            f"| a function that does nothing | {name} | {value:.3f} | +{value - medians['direct']:.3f} µs |"
-        )
+                print(f"| {list(shape)} | {name} | {value:.2f} | {value / medians['direct']:.3f} |")
 
 
 if __name__ == "__main__":

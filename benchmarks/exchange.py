@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import operator
 import os
 import random
 import signal
@@ -97,11 +96,7 @@ class Watched:
 
         self.off = self.run = inner
         constants = woven.__code__.co_consts
-        self.observers = [getattr(one, "__self__", None) for one in constants]
-        nothing = {"enter": operator.is_, "exit": slice}
-        empty = [nothing.get(getattr(one, "__name__", "").rpartition("_")[2], one) for one in constants]
-        self.on, self.empty = (self._calling(inner, original, those) for those in (constants, empty))
-        self.in_python = self.on
+        self.on = self._calling(inner, original)
         if native.WatchedCall is not None and type(constants[-1]) is native.WatchedCall:
             enter, leave = (
                 next((one for one in constants if getattr(one, "__name__", "").endswith(part)), None)
@@ -109,13 +104,13 @@ class Watched:
             )
             failed = next(one for one in constants if type(one).__name__ == "_Failed")
             self.on = self._called_in_c(inner, enter, leave, failed)
-            self.empty = self._called_in_c(inner, None, None, failed)
         setattr(owner, name, functools.wraps(original)(outer))
 
-    def _calling(self, inner: Any, original: Any, constants: Any) -> Any:
-        """The woven function with these constants, around ``inner``."""
+    def _calling(self, inner: Any, original: Any) -> Any:
+        """The woven function around ``inner``."""
         woven = self._woven
-        changed = type(woven.__code__.co_consts)(inner if one is original else one for one in constants)
+        constants = woven.__code__.co_consts
+        changed = type(constants)(inner if one is original else one for one in constants)
         code = woven.__code__.replace(co_consts=changed)
         return types.FunctionType(code, woven.__globals__, woven.__name__, None, woven.__closure__)
 
@@ -166,18 +161,14 @@ class Exchange:
 
     def begin(self, *_: object) -> None:
         """Read the file: which variants, of which batch, for how many seconds."""
-        from sgl_aspects.tracing.observers.forward import ForwardObserver
-
         wanted = json.loads(self._path.read_text())
         self._methods = self._methods or watched_methods(self._scheduler.package)
-        observers = {id(one): one for method in self._methods for one in method.observers}.values()
-        self._passes = [one for one in observers if isinstance(one, ForwardObserver) and one.met_runner]
         if not any(method.name.endswith(self._scheduler.level_3) for method in self._methods):
             raise RuntimeError(f"no forward pass is traced; woven: {[one.name for one in self._methods]}")
         self._names, self._size = ["off", *wanted["variants"]], wanted["size"]
         # The variant, nanoseconds of a step, and those added to each woven method.
         self._steps: list[tuple[str, int, list[int]]] = []
-        self._name, self._left, self._before, self._burn_ns = "off", 0, 0, 0
+        self._name, self._left, self._before = "off", 0, 0
         self._until = clock() + int(wanted["seconds"] * 1e9)
 
     def _next(self, now: int, size: int) -> None:
@@ -197,24 +188,14 @@ class Exchange:
         for method in self._methods:
             method.own_ns = 0
         self._before = clock()
-        if self._burn_ns:
-            end = self._before + self._burn_ns
-            while clock() < end:
-                pass
 
     def _change(self, name: str) -> None:
         self._name, self._left = name, random.randrange(4, 9)
-        self._burn_ns = 10_000 if name == "burn 10" else 0
-        for observer in self._passes:
-            observer.has_events = name != "level 3, no event"
         for method in self._methods:
-            run = method.off
-            if name == "level 3, empty":
-                run = method.empty
-            elif name.startswith("level 3") or (
-                name.startswith("level") and not method.name.endswith(self._scheduler.level_3)
-            ):
-                run = method.in_python if name.endswith("in Python") else method.on
+            is_on = name == "level 3" or (
+                name == "level 2" and not method.name.endswith(self._scheduler.level_3)
+            )
+            run = method.on if is_on else method.off
             if method.name == self._scheduler.late:
                 self._pending.append((method, run))
             else:

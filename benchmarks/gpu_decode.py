@@ -10,8 +10,6 @@ device. Graphs and eager steps alternate, round by round, on the same requests.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import platform as host
 import statistics
 import sys
@@ -24,32 +22,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.stepped import SHAPE, SteppedEngine, write_model
 from sgl_aspects.platforms import SRTPlatform, current_platform
-from sgl_aspects.runtime import SamplingParams, ServerArgs
-from sgl_aspects.runtime.messages import TokenizedRequest
-from sgl_aspects.runtime.scheduling.scheduler import Scheduler
 
 PAGE = Path(__file__).resolve().parent / "results" / "gpu.md"
 BATCH_SIZES = (1, 16)
 PROMPT_TOKENS = 512
 ROUNDS, STEPS, WARM_UP = 5, 30, 3
-SHAPE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 
 
 @dataclass(frozen=True)
@@ -61,37 +40,6 @@ class Row:
     device_ms: float
     step_ms: float
     floor_ms: float
-
-
-def write_model(folder: Path, layers: int) -> int:
-    """Write the checkpoint; the bytes of its weights."""
-    from safetensors.torch import save_file
-
-    shape = {**SHAPE, "num_hidden_layers": layers}
-    hidden, inner, kv = shape["hidden_size"], shape["intermediate_size"], 8 * shape["head_dim"]
-    device = current_platform.get_device(0)
-
-    def random(*size: int) -> torch.Tensor:
-        return (torch.randn(*size, device=device) * 0.02).to(torch.bfloat16).cpu()
-
-    weights = {"model.embed_tokens.weight": random(shape["vocab_size"], hidden)}
-    for layer in range(layers):
-        sizes = {
-            "self_attn.q_proj": (hidden, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, hidden),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }
-        weights |= {f"model.layers.{layer}.{name}.weight": random(*size) for name, size in sizes.items()}
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    weights["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(shape))
-    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def copy_bandwidth(platform: SRTPlatform) -> float:
@@ -109,83 +57,58 @@ def copy_bandwidth(platform: SRTPlatform) -> float:
     return 2 * source.nbytes / statistics.median(times[2:])
 
 
-class Decoding:
-    """An engine's scheduler with ``batch_size`` requests that decode, driven step by step in this process."""
+class Timed:
+    """The device's times of the engine's forward passes."""
 
-    def __init__(self, scheduler: Scheduler, batch_size: int) -> None:
-        self.scheduler = scheduler
-        self.platform = current_platform
-        runner = scheduler.model_runner
-        self.graph_runner = runner.graph_runner
-        self._forward: Callable[..., torch.Tensor] = runner.forward
+    def __init__(self, engine: SteppedEngine) -> None:
+        self.engine = engine
         self._events: list[tuple[Any, Any]] = []
-        runner.forward = self._timed_forward  # type: ignore[method-assign]
-        generator = torch.Generator().manual_seed(batch_size)
-        for number in range(batch_size):
-            prompt = torch.randint(0, SHAPE["vocab_size"], (PROMPT_TOKENS,), generator=generator).tolist()
-            params = SamplingParams(
-                max_new_tokens=2 * ROUNDS * (STEPS + WARM_UP) + 2 * batch_size, ignore_eos=True
-            )
-            scheduler.add_request(TokenizedRequest(f"{batch_size}-{number}", prompt, params))
-        while scheduler.waiting or any(not req.is_prefill_done for req in scheduler.running):
-            scheduler.step()
+        self._forward: Callable[..., torch.Tensor] = engine.runner.forward
+        engine.runner.forward = self._timed_forward  # type: ignore[method-assign]
 
     def _timed_forward(self, batch: Any) -> torch.Tensor:
-        start, end = self.platform.create_event(), self.platform.create_event()
+        start, end = current_platform.create_event(), current_platform.create_event()
         start.record()
         logits = self._forward(batch)
         end.record()
         self._events.append((start, end))
         return logits
 
-    def steps(self, *, graphs: bool) -> tuple[list[float], float]:
+    def steps(self) -> tuple[list[float], float]:
         """ms on the device of each of STEPS forward passes, and ms of a whole step on average."""
-        self.scheduler.collect()
-        self.scheduler.model_runner.graph_runner = self.graph_runner if graphs else None
         for _ in range(WARM_UP):
-            self.scheduler.step()
-        self.platform.synchronize()
+            self.engine.step()
+        current_platform.synchronize()
         self._events.clear()
         begin = time.perf_counter()
         for _ in range(STEPS):
-            self.scheduler.step()
+            self.engine.step()
         whole = (time.perf_counter() - begin) * 1e3 / STEPS
-        self.platform.synchronize()
+        current_platform.synchronize()
         return [start.elapsed_ms(end) for start, end in self._events], whole
-
-    def end(self) -> None:
-        for req in list(self.scheduler.running):
-            self.scheduler.abort_request(req.rid)
-        self.scheduler.model_runner.forward = self._forward  # type: ignore[method-assign]
-        self.scheduler.model_runner.graph_runner = self.graph_runner
 
 
 def measure(folder: Path, weight_bytes: int, bandwidth: float) -> list[Row]:
-    ours, theirs = multiprocessing.Pipe()
-    scheduler = Scheduler(
-        ServerArgs(folder, max_total_tokens=32768, max_running_requests=max(BATCH_SIZES)), theirs
-    )
-    runner = scheduler.model_runner
-    config = runner.config
-    token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * runner.dtype.itemsize
+    engine = SteppedEngine(folder, max(BATCH_SIZES))
+    timed, config, running = Timed(engine), engine.runner.config, engine.scheduler.running
+    token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * engine.runner.dtype.itemsize
     rows = []
     for batch_size in BATCH_SIZES:
-        decoding = Decoding(scheduler, batch_size)
+        engine.add_requests(batch_size, PROMPT_TOKENS, 2 * ROUNDS * (STEPS + WARM_UP) + 2 * batch_size)
+        engine.prefill()
         times: dict[str, tuple[list[float], list[float]]] = {"eager": ([], []), "graphs": ([], [])}
         for _ in range(ROUNDS):
             for mode, (device, whole) in times.items():
-                found = decoding.steps(graphs=mode == "graphs" and decoding.graph_runner is not None)
+                engine.use_graphs(mode == "graphs")
+                found = timed.steps()
                 device += found[0]
                 whole.append(found[1])
-                while ours.poll(0):
-                    ours.recv()
-        assert len(scheduler.running) == batch_size
+        if len(running) != batch_size:
+            raise RuntimeError(f"{len(running)} of {batch_size} requests still decode: raise their tokens")
         # Half of the added length: the lengths grow evenly.
-        cached = (
-            sum(req.computed_tokens for req in scheduler.running) - ROUNDS * (STEPS + WARM_UP) * batch_size
-        )
+        cached = sum(req.computed_tokens for req in running) - ROUNDS * (STEPS + WARM_UP) * batch_size
         floor_ms = (weight_bytes + cached * token_bytes) / bandwidth * 1e3
-        decoding.end()
+        engine.finish()
         for mode, (device, whole) in times.items():
             device_ms, step_ms = statistics.median(device), statistics.median(whole)
             rows.append(Row(batch_size, mode, device_ms, step_ms, floor_ms))

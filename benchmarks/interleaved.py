@@ -1,7 +1,7 @@
 """The time that tracing adds to a decode step of a live SGLang or vLLM server, on a shared machine:
 
     python -m benchmarks.interleaved --device cuda --model FOLDER [--sizes 1 16 64] [--seconds 60]
-    python -m benchmarks.interleaved --engine vllm --model FOLDER --variants nothing "level 2" "level 3"
+    python -m benchmarks.interleaved --engine vllm --model FOLDER
 
 :mod:`.sglang_overhead` changes the level in turns of many steps; the speed of a shared host changes by more
 than the budget within a turn. Here one server stays at level 3, and every 4 to 8 steps the woven methods run
@@ -11,8 +11,7 @@ There are two figures. "added" is timed around each woven method and inside of i
 work with its cold caches: woven functions, observers, the device's events. "step" is the increase of a step's
 duration, by least squares after removing the steps' autocorrelation: it includes the effect on the caches and
 has a wide interval. Neither includes weaving itself, and the collector, a separate process that always runs.
-"burn 10" spends 10 µs in the scheduler's thread, to show how much of that a step shows. "empty": observers
-that do nothing. "in Python": woven functions that are not called in C (with the same observers).
+"nothing" is "off" again: its distance from 0 is noise.
 """
 
 from __future__ import annotations
@@ -23,25 +22,15 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from benchmarks.receiver import receiver
-from benchmarks.sglang_overhead import Load, make_device
-from benchmarks.switch import Switch, add_plugin
+from benchmarks.load import ENGINES, Load, make_device, serving
+from benchmarks.step_times import add_plugin
 from benchmarks.turns import interval
-from benchmarks.vllm_overhead import VllmLoad
-from tests.support import sglang_server, vllm_server
-from tests.support.engine_server import EngineServer
-from tests.support.sglang_server import serve
 
-VARIANTS = (
-    *("nothing", "burn 10", "level 2", "level 3", "level 3, no event", "level 3, empty"),
-    *("level 2, in Python", "level 3, in Python"),
-)
-_ROOT = Path(__file__).parent.parent
+VARIANTS = ("nothing", "level 2", "level 3")
 _LAGS = 6
 #: The intervals of the figures are over this many parts of a measurement.
 _PARTS = 16
@@ -52,9 +41,9 @@ class Exchange:
     """The plugin in the scheduler of a server with ``environment``."""
 
     def __init__(self, folder: Path) -> None:
-        add_plugin(folder, "exchange_codes", "from benchmarks.exchange import activate")
         self._file = folder / "exchange.json"
-        self.environment = {"EXCHANGE": str(self._file)}
+        source = "from benchmarks.exchange import activate"
+        self.environment = {**add_plugin(folder, "exchange_codes", source), "EXCHANGE": str(self._file)}
 
     def measure(self, size: int, variants: Sequence[str], seconds: float) -> Steps:
         """Return steps of ``size`` requests: the variant, nanoseconds, and those added to each method."""
@@ -139,51 +128,32 @@ HEADER = """
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.interleaved")
     parser.add_argument("--model", type=Path, required=True, help="the folder of a model")
-    parser.add_argument("--engine", choices=("sglang", "vllm"), default="sglang")
+    parser.add_argument("--engine", choices=ENGINES, default="sglang")
     parser.add_argument("options", nargs="*", help="more of the engine's own options, after --")
     parser.add_argument("--device", default="cuda", help="one that SGLang's own platform drives")
     parser.add_argument("--sizes", type=int, nargs="+", default=(1, 16, 64), help="requests in a batch")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--seconds", type=float, default=60, help="for each size")
-    parser.add_argument("--steps", type=Path, help="a file for the steps as they were measured")
     parser.add_argument("--methods", action="store_true", help="print the time added to each woven method")
     given = parser.parse_args()
     device = make_device(given.device, eager=False, largest_batch=max(given.sizes))
-    start: Callable[..., AbstractContextManager[EngineServer]]
-    start, load_of = (serve, Load) if given.engine == "sglang" else (vllm_server.serve, VllmLoad)
-    if given.engine == "sglang":
-        sglang_server.ARGUMENTS.update(device.arguments)
-        sglang_server.SWITCHES = device.switches
-    measured: dict[int, Steps] = {}
-    with tempfile.TemporaryDirectory() as name, receiver() as url:
-        folder = Path(name)
-        switch, exchange = Switch(folder), Exchange(folder)
-        path = os.pathsep.join([switch.environment["PYTHONPATH"], str(_ROOT)])
-        environment = {
-            **switch.environment,
-            **exchange.environment,
-            **device.environment,
-            "PYTHONPATH": path,
-            "SGL_ASPECTS_TRACE": "3",
-            "OTEL_EXPORTER_OTLP_ENDPOINT": f"{url}/ours",
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-        }
-        with start(given.model, folder / "log", more=given.options, environment=environment) as server:
-            print(f"ready after {server.start_seconds:.0f} s\n{HEADER}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        exchange = Exchange(Path(folder))
+        with serving(
+            given.engine, given.model, device, exchange.environment, given.options, level=3
+        ) as server:
+            print(HEADER, flush=True)
             for size in given.sizes:
-                load = load_of(server, device.tokens, device.few_tokens)
-                with load.at_work(size):
+                with Load(server, device).at_work(size):
                     time.sleep(2)
                     try:
-                        measured[size] = exchange.measure(size, given.variants, given.seconds)
+                        measured = exchange.measure(size, given.variants, given.seconds)
                     except (TimeoutError, OSError):
-                        print((folder / "log").read_text()[-20000:])
+                        print(server.log.read_text()[-20000:])
                         raise
-                print("\n".join(rows(measured[size], size, given.variants)), flush=True)
+                print("\n".join(rows(measured, size, given.variants)), flush=True)
                 if given.methods:
-                    print("\n".join(by_method(measured[size], exchange.methods, given.variants)), flush=True)
-    if given.steps:
-        given.steps.write_text(json.dumps(measured))
+                    print("\n".join(by_method(measured, exchange.methods, given.variants)), flush=True)
 
 
 if __name__ == "__main__":

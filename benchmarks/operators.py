@@ -1,6 +1,6 @@
 """Accuracy and speed of each dispatched operator in each backend, on the current platform's device.
 
-    python -m benchmarks.operators [--write FILE] [--seconds N]
+    python -m benchmarks.operators [--only OPERATOR ...]
 
 Reference is plain PyTorch, "compiled" the same under torch.compile (where that takes one graph), default
 is FlagGems, vendor any other implementation for the device. Errors are against the reference in
@@ -11,12 +11,8 @@ included.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,17 +20,12 @@ import torch
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch import ImplKind, OpImpl, get_manager
 from sgl_aspects.runtime.dispatch.selection import Availability
-from sgl_aspects.runtime.dispatch.shadow.watching import difference
+from sgl_aspects.runtime.dispatch.shadow.comparing import difference
+from tests.support.operator_cases import flat, in_type
 
 TOKENS = (16, 2048)
-#: Operators whose reference is not compiled, and why.
-NOT_COMPILED = {
-    "linear": "a library's",
-    "topk": "a library's",
-    "fused_moe": "reads the device",
-    "chunk_gated_delta_rule": "a loop",
-    "fused_recurrent_gated_delta_rule": "a loop",
-}
+#: Operators whose reference is a library's, reads the device, or loops.
+NOT_COMPILED = ("linear", "topk", "fused_moe", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
 
 
 def inputs(op: str, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -111,22 +102,11 @@ def _subject(impl: OpImpl) -> str:
     return "default" if impl.kind is ImplKind.DEFAULT else f"vendor:{impl.vendor}"
 
 
-def copied(given: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
-    def copy(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return (
-            value.to(dtype, copy=True) if dtype is not None and value.is_floating_point() else value.clone()
-        )
-
-    return {name: copy(value) for name, value in given.items()}
-
-
 def error(function: Callable[..., Any], given: dict[str, Any], reference: Callable[..., Any]) -> float:
-    mine, exact = copied(given), copied(given, torch.float64)
-    found, wanted = function(**mine), reference(**exact)
-    found = [found] if isinstance(found, torch.Tensor) else list(found)
-    wanted = [wanted] if isinstance(wanted, torch.Tensor) else list(wanted)
+    """The largest difference from the reference in float64, as a share of the largest value."""
+    exact = in_type(given, torch.float64)
+    mine = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in given.items()}
+    found, wanted = flat(function(**mine)), flat(reference(**exact))
     if "state" in given:
         found, wanted = [*found, mine["state"]], [*wanted, exact["state"]]
     return max(difference(a, b) for a, b in zip(found, wanted, strict=True) if a.is_floating_point())
@@ -148,68 +128,37 @@ def microseconds(function: Callable[..., Any], given: dict[str, Any]) -> float:
     return statistics.median(times)
 
 
-def measure(seconds: float, only: list[str] | None = None, compiles: bool = True) -> list[dict[str, Any]]:
-    """Return the rows, also printed as they come; stops before the time limit."""
-    manager, availability = get_manager(), Availability()
-    device = current_platform.get_device(0)
-    dtype = torch.bfloat16
-    rows = []
-    deadline = time.monotonic() + seconds
-    for op in manager.registry.op_names():
+def measure(only: list[str] | None) -> Iterator[str]:
+    """Yield the rows of a table as they come."""
+    registry, availability = get_manager().registry, Availability()
+    for op in registry.op_names():
         if op in NOT_MEASURED or (only and op not in only):
             continue
-        reference = manager.registry.spec(op).reference
+        reference = registry.spec(op).reference
         subjects: dict[str, Callable[..., Any]] = {"reference": reference}
-        for impl in manager.registry.impls(op):
+        for impl in registry.impls(op):
             if impl.kind is not ImplKind.REFERENCE and availability[impl] is None:
                 subjects[_subject(impl)] = impl.function
-        if compiles and op not in NOT_COMPILED:
+        if op not in NOT_COMPILED:
             subjects["compiled"] = torch.compile(reference, dynamic=False, fullgraph=True)
-        for tokens in TOKENS:
-            slow = op == "fused_recurrent_gated_delta_rule" and tokens != TOKENS[0]
-            if time.monotonic() > deadline or slow:
-                continue
-            given = inputs(op, tokens, dtype, device)
-            row: dict[str, Any] = {"op": op, "tokens": tokens}
+        for tokens in TOKENS if op != "fused_recurrent_gated_delta_rule" else TOKENS[:1]:
+            given = inputs(op, tokens, torch.bfloat16, current_platform.get_device(0))
             for name, function in subjects.items():
                 try:
-                    row[name] = [error(function, given, reference), microseconds(function, given)]
+                    found = f"{error(function, given, reference):.1e} | {microseconds(function, given):.0f}"
                 except Exception as failure:  # noqa: BLE001  # shown in its row; the others go on
-                    row[name] = f"{type(failure).__name__}: {failure}"[:300]
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("op", "tokens")))
-    lines = [f"| operator | tokens | {' | '.join(f'{name}: error, µs' for name in names)} |"]
-    lines.append("| --- " * (len(names) + 2) + "|")
-    for row in rows:
-        cells = []
-        for name in names:
-            absent = "none"
-            if name == "compiled":
-                absent = NOT_COMPILED.get(row["op"], "not requested")
-            value = row.get(name, absent)
-            cells.append(value if isinstance(value, str) else f"{value[0]:.1e}, {value[1]:.0f}")
-        lines.append(f"| `{row['op']}` | {row['tokens']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+                    found = f"{type(failure).__name__}: {failure} |"[:300]
+                yield f"| `{op}` | {tokens} | {name} | {found} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.operators", description=__doc__)
-    parser.add_argument("--write", type=Path, help="write the table to this file")
     parser.add_argument("--only", nargs="*", help="these operators")
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled column out")
-    parser.add_argument("--seconds", type=float, default=240.0)
     arguments = parser.parse_args()
+    print("| operator | tokens | implementation | error | µs |\n| --- | ---: | --- | ---: | ---: |")
     with torch.inference_mode():
-        rows = measure(arguments.seconds, arguments.only, not arguments.no_compile)
-    text = table(rows)
-    sys.stdout.write(text + "\n")
-    if arguments.write:
-        arguments.write.write_text(text + "\n")
+        for row in measure(arguments.only):
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A no-op around hook attached with other libraries; None where one is not installed."""
+"""A no-op around hook attached by SGLang's registry (None where it cannot be had), by wrapt, and by hand."""
 
 from __future__ import annotations
 
@@ -91,36 +91,3 @@ def wrapt_hook(module: str, target: str, depth: int) -> None:
         wrapt.wrap_function_wrapper(
             sys.modules[module], target, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs)
         )
-
-
-def _aspectlib_hook(module: str, target: str, depth: int) -> None:
-    aspectlib = importlib.import_module("aspectlib")
-    owner, name = _owner(module, target)
-
-    @aspectlib.Aspect
-    def around(*args: Any, **kwargs: Any) -> Any:
-        yield aspectlib.Proceed
-
-    for _ in range(depth):
-        raw = vars(owner)[name]
-        function = getattr(raw, "__func__", raw)
-        setattr(owner, name, type(raw)(around(function)) if raw is not function else around(function))
-
-
-aspectlib_hook: Hook | None = _aspectlib_hook if importlib.util.find_spec("aspectlib") else None
-
-
-_bindings: list[Any] = []
-
-
-def _wrapture_hook(module: str, target: str, depth: int) -> None:
-    wrapture = importlib.import_module("wrapture")
-    owner, name = _owner(module, target)
-    for _ in range(depth):
-        binding = wrapture.binding(owner, name)
-        binding.on_call.decorates(lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
-        _bindings.append(binding.apply())
-
-
-# For Python 3.12 and later.
-wrapture_hook: Hook | None = _wrapture_hook if importlib.util.find_spec("wrapture") else None

@@ -1,8 +1,8 @@
 """A backend on loopback, in a process of its own, that counts the spans it is sent.
 
-python -m benchmarks.receiver PORT well|slow|refusing prints its port. POST /NAME/v1/traces takes OTLP, GET /
-returns the counts by name as JSON; other posts (ddtrace has its own agent protocol) are answered but not
-counted.
+POST /NAME/v1/traces takes OTLP; GET / returns the counts as JSON, by name, and of all spans of requests:
+"requests", and "refused" for those that were answered with 400. Other posts (ddtrace has its own agent
+protocol) are answered but not counted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import collections
 import json
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +19,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from benchmarks.turns import step_aside
+from sgl_aspects.tracing.schema import STATUS_CODE
 
 counts: collections.Counter[str] = collections.Counter()
-state = "well"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -33,17 +32,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if state == "slow":
-            time.sleep(2)
-        if state == "refusing":
-            self.send_error(503)
-            return
         name, _, rest = self.path.lstrip("/").partition("/")
         if rest == "v1/traces":
             message = ExportTraceServiceRequest.FromString(body)
-            counts[name] += sum(
-                len(scope.spans) for resource in message.resource_spans for scope in resource.scope_spans
-            )
+            scopes = [scope for resource in message.resource_spans for scope in resource.scope_spans]
+            for span in (span for scope in scopes for span in scope.spans):
+                counts[name] += 1
+                if span.kind == span.SPAN_KIND_SERVER:
+                    refused = any(
+                        each.key == STATUS_CODE and each.value.int_value == 400 for each in span.attributes
+                    )
+                    counts["refused" if refused else "requests"] += 1
             self._answer(b"")
         else:
             self._answer(b"{}")
@@ -61,21 +60,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def start(port: int = 0, state: str = "well") -> tuple[subprocess.Popen[str], int]:
-    """A running receiver and its port, 0 for any that is free. ``state``: well, slow or refusing."""
-    command = [sys.executable, "-m", "benchmarks.receiver", str(port), state]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, int(process.stdout.readline())
-
-
 @contextmanager
 def receiver() -> Iterator[str]:
     """A running receiver's URL."""
-    process, port = start()
-    with process:
+    command = [sys.executable, "-m", "benchmarks.receiver"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
         try:
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
         finally:
             process.kill()
 
@@ -89,7 +81,6 @@ def counted(url: str) -> dict[str, int]:
 
 if __name__ == "__main__":
     step_aside()
-    port, state = int(sys.argv[1] if sys.argv[1:] else 0), sys.argv[2] if sys.argv[2:] else "well"
-    server = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()

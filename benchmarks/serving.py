@@ -16,10 +16,7 @@ import http.client
 import json
 import os
 import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,9 +28,13 @@ from typing import Any
 
 import psutil
 
+from tests.support import sglang_server
+from tests.support.engine_server import EngineServer
+from tests.support.http_server import Server, serving
+from tests.support.sglang_server import LAUNCH
+
 SIZES = (1, 4, 8, 16)
 TOKENS = 48
-START_SECONDS = 240
 PROMPT = (
     "Prompt number {number}. The bicycle is the most efficient machine ever made to turn human strength into "
     "movement. A person on a bicycle uses about one fifth of the energy that the same person needs to walk "
@@ -98,88 +99,50 @@ def _compare(subjects: dict[str, Subject], size: int, rounds: int) -> None:
 
 @contextmanager
 def _ours(model: Path, logs: Path) -> Iterator[Subject]:
-    command = [sys.executable, "-m", "sgl_aspects", "serve", "--model", str(model), "--dtype", "float32"]
-    command += ["--served-model-name", "m", "--max-total-tokens", "16384", "--max-running-requests", "32"]
-    command += ["--context-length", "1024"]
-    with _server(command, logs / "ours", {}) as subject:
-        yield subject
+    flags = ("--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "32")
+    with serving(model, logs / "ours", *flags, "--context-length", "1024") as server, _resting(server) as one:
+        yield one
 
 
 @contextmanager
 def _sglang(model: Path, python: Path, logs: Path) -> Iterator[Subject]:
-    command = [str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"]
-    command += ["--served-model-name", "m", "--dtype", "float32", "--attention-backend", "torch_native"]
-    command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--max-total-tokens", "16384"]
-    command += ["--max-running-requests", "32", "--context-length", "1024", "--log-level", "warning"]
-    environment = {"SGLANG_PLATFORM": "sgl_aspects_cpu", "HF_HUB_OFFLINE": "1"}
-    with _server(command, logs / "sglang", environment) as subject:
-        yield subject
+    command = (str(python), *LAUNCH[1:])
+    with sglang_server.serve(model, logs / "sglang", command=command) as server, _resting(server) as one:
+        yield one
 
 
 @contextmanager
-def _server(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[Subject]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-            cwd=log.parent,
-        )
+def _resting(server: Server | EngineServer) -> Iterator[Subject]:
+    """The server as a subject, suspended while another is measured: an idle SGLang scheduler spins."""
+    main = psutil.Process(server.process.pid)
+    name = server.model if isinstance(server, Server) else "mini"
+
+    def send(number: int) -> None:
+        for process in (main, *main.children(recursive=True)):
+            process.send_signal(number)
 
     def measure(prompts: list[str]) -> Measured:
-        _signal_all(process.pid, signal.SIGCONT)
+        send(signal.SIGCONT)
         try:
             with ThreadPoolExecutor(len(prompts)) as pool:
                 start = time.perf_counter()
-                firsts = list(pool.map(lambda prompt: _stream(port, prompt), prompts))
+                firsts = list(pool.map(lambda prompt: _stream(server.port, name, prompt), prompts))
                 took = time.perf_counter() - start
             return Measured(len(prompts) * TOKENS / took, statistics.mean(firsts))
         finally:
-            _signal_all(process.pid, signal.SIGSTOP)
+            send(signal.SIGSTOP)
 
+    _stream(server.port, name, "warm up")
+    send(signal.SIGSTOP)
     try:
-        _wait_until_healthy(process, port, log)
-        _stream(port, "warm up")
-        _signal_all(process.pid, signal.SIGSTOP)
         yield measure
     finally:
-        _signal_all(process.pid, signal.SIGCONT)
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        send(signal.SIGCONT)
 
 
-def _signal_all(pid: int, number: int) -> None:
-    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    for process in processes:
-        process.send_signal(number)
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        try:
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            time.sleep(0.5)
-        finally:
-            connection.close()
-    raise SystemExit(f"the server did not start:\n{log.read_text()[-4000:]}")
-
-
-def _stream(port: int, prompt: str) -> float:
+def _stream(port: int, model: str, prompt: str) -> float:
     """Seconds to the first token of a streamed completion, which is read to its end."""
-    body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": TOKENS, "stream": True}
+    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "stream": True}
     body |= {"temperature": 0, "ignore_eos": True}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     start = time.perf_counter()

@@ -16,26 +16,21 @@ import os
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import openai
 import psutil
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from benchmarks.memory_growth import WARM_UP_SHARE, Growth, Watched, watch
+from benchmarks.receiver import counted, receiver
 from sgl_aspects.run.collector import collector_state
 from sgl_aspects.run.folder import runs
-from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.record.format import SUFFIX
 from tests.support.distributions import install
-from tests.support.http_server import LOCAL, Server, serving
+from tests.support.http_server import Server, serving
 from tests.support.processes import wait_until
 from tests.support.tiny_models import make_llama
 
@@ -195,47 +190,6 @@ class Clients:
             json.loads(answer.choices[0].message.content or "")
 
 
-class Spans:
-    """A backend that counts the spans of requests, those that were refused apart, and forgets them."""
-
-    def __init__(self) -> None:
-        self.requests = self.refused = 0
-
-    @contextmanager
-    def receiving(self) -> Iterator[str]:
-        """The endpoint."""
-        counter = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                if self.path == "/v1/traces":
-                    counter.count(ExportTraceServiceRequest.FromString(body))
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Log nothing."""
-
-        with ThreadingHTTPServer((LOCAL, 0), Handler) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            yield f"http://{LOCAL}:{server.server_address[1]}"
-            server.shutdown()
-
-    def count(self, message: ExportTraceServiceRequest) -> None:
-        for resource in message.resource_spans:
-            for scope in resource.scope_spans:
-                for span in scope.spans:
-                    if span.kind == span.SPAN_KIND_SERVER:
-                        is_refused = any(
-                            each.key == schema.STATUS_CODE and each.value.int_value == 400
-                            for each in span.attributes
-                        )
-                        self.refused += is_refused
-                        self.requests += not is_refused
-
-
 def _collector(process_id: int) -> psutil.Process:
     """Return the collector of the run in which the process takes part, which is not its descendant."""
     for folder in runs():
@@ -262,15 +216,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
     minutes = parser.parse_args().minutes
-    spans = Spans()
-    with tempfile.TemporaryDirectory() as name, spans.receiving() as endpoint:
-        faults = _soak(Path(name), minutes, spans, endpoint)
+    with tempfile.TemporaryDirectory() as name, receiver() as url:
+        faults = _soak(Path(name), minutes, url)
     for fault in faults:
         print(f"FAULT: {fault}")
     sys.exit(1 if faults else 0)
 
 
-def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str]:
+def _soak(folder: Path, minutes: float, url: str) -> list[str]:
     make_llama(folder / "tiny", max_position_embeddings=2048)
     (folder / "soak_hooks.py").write_text(PLUGIN)
     install(folder, "soak-hooks", "[sgl_aspects.plugins]\nsoak = soak_hooks:activate\n")
@@ -282,7 +235,7 @@ def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str
         "SOAK_ALLOCATED": str(folder / "allocated-"),
         "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
         "SGL_ASPECTS_TRACE": "3",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"{url}/ours",
     }
     # A small cache: requests are preempted now and then.
     flags = (
@@ -329,13 +282,14 @@ def _soak(folder: Path, minutes: float, spans: Spans, endpoint: str) -> list[str
         if server.stop() != 0:
             faults.append(f"the server ended with status {server.process.returncode}")
         psutil.wait_procs([processes[-1].process], timeout=60)  # it exports the rest
-        print(f"{spans.requests} spans of requests were exported, {spans.refused} of refused ones")
+        spans = Counter(counted(url))
+        print(f"{spans['requests']} spans of requests were exported, {spans['refused']} of refused ones")
         answered = received - found.get('sgl_aspects_requests_finished_total{reason="error"}', 0)
-        if spans.requests != answered:
-            faults.append(f"{answered:.0f} requests were answered, {spans.requests} have a span")
+        if spans["requests"] != answered:
+            faults.append(f"{answered:.0f} requests were answered, {spans['requests']} have a span")
         refused = clients.seen["ask_nonsense"]
-        if spans.refused != refused:
-            faults.append(f"{refused} requests were refused, {spans.refused} have a span")
+        if spans["refused"] != refused:
+            faults.append(f"{refused} requests were refused, {spans['refused']} have a span")
         text = server.log.read_text()
         if "Traceback" in text:
             faults.append(f"a traceback in the log: {text[-3000:]}")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.switch import add_plugin
+from tests.support.distributions import install_plugin
 
 _PLUGIN = """
 import os, struct, time
@@ -32,6 +32,13 @@ def activate():
 """
 _STAMP = struct.Struct("<2q")
 _SECONDS = 60  # in which a busy engine makes a step
+
+
+def add_plugin(folder: Path, name: str, source: str) -> dict[str, str]:
+    """Install a plugin in ``folder``; return the environment of the processes that load it."""
+    install_plugin(folder, name, source)
+    root = str(Path(__file__).parent.parent)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), root, os.environ.get("PYTHONPATH", "")])}
 
 
 class Step(float):
@@ -54,12 +61,12 @@ class StepTimes:
     """The times from one call of ``function`` to the next, in an engine with ``environment``."""
 
     def __init__(self, folder: Path, function: str) -> None:
-        add_plugin(folder, "stamp_steps", _PLUGIN)
         path = folder / "steps"
         os.mkfifo(path, 0o600)
         self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         self._before: tuple[int, ...] = ()
-        self.environment = {"STEP_TIMES": str(path), "STEP_FUNCTION": function}
+        plugin = add_plugin(folder, "stamp_steps", _PLUGIN)
+        self.environment = {**plugin, "STEP_TIMES": str(path), "STEP_FUNCTION": function}
 
     def forget(self) -> None:
         """Skip to the steps that begin from now on."""

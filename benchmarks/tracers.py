@@ -14,6 +14,7 @@ import time
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,47 +63,22 @@ def ours(url: str, current: bool = False) -> Tracer:
     )
 
 
-def ours_current(url: str) -> Tracer:
-    """The flight recorder, with its span as OpenTelemetry's current one."""
-    return ours(url, current=True)
-
-
-def otel_api(url: str) -> Tracer:
-    """OpenTelemetry's API without an SDK."""
-    from opentelemetry import trace
-
-    return Tracer(_as_current(trace.get_tracer("bench")))
-
-
-def otel_sdk(exporter: Any) -> Tracer:
-    """OpenTelemetry's SDK with its batch processor."""
+def otel_sdk(url: str) -> Tracer:
+    """OpenTelemetry's SDK with its batch processor, OTLP over HTTP."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     provider = TracerProvider()
+    exporter = OTLPSpanExporter(url + "/v1/traces")
     provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=QUEUE))
-    return Tracer(_as_current(provider.get_tracer("bench")), lambda: _flush(provider))
+    tracer = provider.get_tracer("bench")
 
+    def span() -> None:
+        with tracer.start_as_current_span("forward") as current:
+            current.set_attributes(ATTRIBUTES)
 
-def otel_sdk_nowhere(url: str) -> Tracer:
-    """An exporter that drops everything."""
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-
-    class Nowhere(SpanExporter):
-        def export(self, spans: Any) -> SpanExportResult:
-            return SpanExportResult.SUCCESS
-
-        def shutdown(self) -> None:
-            """Do nothing."""
-
-    return otel_sdk(Nowhere())
-
-
-def otel_sdk_otlp(url: str) -> Tracer:
-    """OTLP over HTTP."""
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    return otel_sdk(OTLPSpanExporter(url + "/v1/traces"))
+    return Tracer(span, lambda: _flush(provider))
 
 
 def sglang_trace(url: str) -> Tracer:
@@ -162,41 +138,13 @@ def ddtrace(url: str) -> Tracer:
     return Tracer(span, lambda: tracer.flush())
 
 
-def wrapture(url: str) -> Tracer:
-    """wrapture's block, exported by its OpenTelemetry sink. For Python 3.12 and later."""
-    os.environ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] = url + "/v1/traces"
-    os.environ["OTEL_BSP_MAX_QUEUE_SIZE"] = str(QUEUE)
-    _installed("wrapture==1.0.0b4", "wrapture")
-    module = importlib.import_module("wrapture")
-    sink = importlib.import_module("wrapture.otel").sink(service_name="bench", signals=("traces",))
-    module.add_sink(sink)
-
-    def span() -> None:
-        with module.block("forward", data=ATTRIBUTES):
-            pass
-
-    return Tracer(span, lambda: time.sleep(6))  # a batch goes after five seconds at the latest
-
-
 TRACERS: dict[str, Callable[[str], Tracer]] = {
     "ours": ours,
-    "ours, as the current span": ours_current,
-    "OTel API, no SDK": otel_api,
-    "OTel SDK, batch, exporter that drops": otel_sdk_nowhere,
-    "OTel SDK, batch, OTLP": otel_sdk_otlp,
+    "ours, as the current span": partial(ours, current=True),
+    "OTel SDK, batch, OTLP": otel_sdk,
     "SGLang's trace module, OTLP": sglang_trace,
     "ddtrace": ddtrace,
 }
-if sys.version_info >= (3, 12):
-    TRACERS["wrapture, OTLP"] = wrapture
-
-
-def _as_current(tracer: Any) -> Callable[[], None]:
-    def span() -> None:
-        with tracer.start_as_current_span("forward") as current:
-            current.set_attributes(ATTRIBUTES)
-
-    return span
 
 
 def _flush(provider: Any) -> None:
@@ -213,6 +161,5 @@ def _installed(requirement: str, module: str) -> None:
     folder = Path(tempfile.gettempdir(), "sgl-aspects-bench", f"{module}-{version}")
     if not folder.exists():
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
-        more = ["bytecode", "envier"] if module == "ddtrace" else []
-        subprocess.run([*command, requirement, *more], check=True, capture_output=True)
+        subprocess.run([*command, requirement, "bytecode", "envier"], check=True, capture_output=True)
     sys.path.append(str(folder))

@@ -9,26 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from statistics import fmean, median
-from typing import NamedTuple
-
-
-class Pair(NamedTuple):
-    """The time of a step with it, as a ratio to the steps right before and after without it."""
-
-    median: float
-    mean: float
-
+from statistics import median
 
 Measure = Callable[[Sequence[float]], float]
-
-
-def alternate(
-    steps: Iterator[float], switch: Callable[[bool], None], seconds: float, *, skip: int = 1, count: int = 5
-) -> list[Pair]:
-    """The pairs of :func:`compare`, by the median and by the mean of each turn's steps."""
-    measures = (median, fmean)
-    return [Pair(*ratios) for ratios in compare(steps, switch, seconds, measures, skip=skip, count=count)]
 
 
 def compare(
@@ -74,12 +57,6 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
         inside, rank = inside - chance, rank + 1
     low = max(rank - 1, 0)
     return ordered[low], median(values), ordered[count - 1 - low]
-
-
-def more(values: Sequence[float]) -> str:
-    """Ratios as per cents beyond 1: the median, and its interval."""
-    low, middle, high = (100 * (value - 1) for value in interval(values))
-    return f"{middle:+.2f} % ({low:+.2f} to {high:+.2f})"
 
 
 def step_aside() -> None:
