@@ -21,8 +21,6 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from sgl_aspects.platforms import DeviceGraph
 from sgl_aspects.runtime.core import Batch, ForwardBatch, ForwardMode
@@ -58,15 +56,7 @@ class GraphRunner:
         self._captured.clear()
         self._inputs.zero_()
         self._inputs[2] = self._runner.req_to_token_pool.padding_row
-        console = Console(stderr=True)
-        # The largest first: the smaller ones reuse its memory.
-        for size in track(
-            self.sizes[::-1],
-            description=f"Capturing {self._platform.get_graph_label()}s",
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        ):
+        for size in self.sizes[::-1]:  # the largest first: the smaller ones reuse its memory
             self._captured[size] = self.capture_size(size)
         logger.info(
             "captured %s for batches of %s in %.1f s",
@@ -128,9 +118,8 @@ class GraphRunner:
         if batch.follows is not None:
             self._inputs[0, :count].copy_(batch.follows.on_device)
         watch = get_manager().watch
-        if watch is not None and watch.takes_step():  # calls inside a graph cannot be compared
-            with watch.every_call():
-                return self._decode(size)[:count]
+        if watch is not None:
+            watch.count_replay()
         graph, logits = self._captured[size]
         graph.replay()
         return logits[:count]

@@ -220,13 +220,9 @@ def _not_compared(watch: dict[str, Any]) -> list[str]:
         for op, why in watch["not_compared"].items()
         if op in watch["shadow"] or not watch["compared"]
     ]
-    if watch["eager_steps"]:
-        lines.append(f"{watch['eager_steps']} steps ran without their captured graph, to be compared")
-    if watch["replayed_steps"] or watch["captured_calls"]:
-        lines.append(
-            f"{watch['replayed_steps']} replays of captured graphs, "
-            f"{watch['captured_calls']} captured calls: what a graph runs is not compared"
-        )
+    if watch["replayed_steps"]:
+        replays = watch["replayed_steps"]
+        lines.append(f"{replays} replays of captured graphs: what a graph runs is not compared")
     if not watch["compared"]:
         lines.append(
             "nothing was compared yet. If that does not change, start the engine without device "

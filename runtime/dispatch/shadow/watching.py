@@ -2,18 +2,15 @@
 much.
 
 Both get the same inputs, so that a wrong kernel shows in its own layer only, and never in those after it. The
-engine goes on with the first one's output. Calls in compiled code are not compared. Nor are calls in a
-captured graph: while a watch is on, the runtime runs a share of its steps without their graphs, and calls
-hidden in a graph are counted and reported.
+engine goes on with the first one's output. Calls in compiled code and in captured graphs are not compared;
+replays of graphs are counted and reported.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +48,8 @@ class Watch:
         self.layers = LayerNames()
         self._comparisons: dict[tuple[str, str], LayerComparison] = {}
         self._not_compared: dict[str, str] = {}
-        self._counts: Counter[str] = Counter()
+        self._replays = 0
         self._credit: dict[tuple[str, str], float] = {}
-        self._every_call = False
         self._lock = threading.Lock()
 
     # -- results -------------------------------------------------------------------------------------------
@@ -76,11 +72,7 @@ class Watch:
             "shadow": {op: token.text for op, token in self.shadow.items()},
             "rate": self.rate,
             "compared": sum(each.compared for each in comparisons),
-            #: Calls seen while a graph was captured; steps that were replayed; steps that ran without their
-            #: graph instead, to be looked at.
-            "captured_calls": self._counts["captured"],
-            "replayed_steps": self._counts["replayed"],
-            "eager_steps": self._counts["eager"],
+            "replayed_steps": self._replays,
             "not_compared": {op: why for op, why in self._not_compared.items() if op not in compared_ops},
             "first_difference": None if first is None else asdict(first),
             "layers": [asdict(each) for each in comparisons],
@@ -118,33 +110,6 @@ class Watch:
 
     def is_due(self, key: tuple[str, str]) -> bool:
         """Choose each layer's calls at the share, the layers spread over the steps."""
-        return self._every_call or self._takes(key)
-
-    def takes_step(self) -> bool:
-        """Return whether a step that has a graph must run without it, in :meth:`every_call`; both are
-        counted.
-        """
-        takes = self._takes(("", "step"))
-        if takes:
-            self._counts["eager"] += 1
-        else:
-            self.count_replay()
-        return takes
-
-    def count_replay(self) -> None:
-        """A step that a captured graph ran."""
-        self._counts["replayed"] += 1
-
-    @contextlib.contextmanager
-    def every_call(self) -> Iterator[None]:
-        """Watch all calls: the share was taken of the steps."""
-        self._every_call = True
-        try:
-            yield
-        finally:
-            self._every_call = False
-
-    def _takes(self, key: tuple[str, str]) -> bool:
         with self._lock:
             credit = self._credit.get(key)
             if credit is None:
@@ -153,9 +118,9 @@ class Watch:
             self._credit[key] = credit - 1.0 if credit >= 1.0 else credit
         return credit >= 1.0
 
-    def count_captured(self) -> None:
-        """Count a call that became part of a captured graph."""
-        self._counts["captured"] += 1
+    def count_replay(self) -> None:
+        """A step that a captured graph ran."""
+        self._replays += 1
 
     # -- comparing -----------------------------------------------------------------------------------------
 
@@ -209,7 +174,7 @@ class _WatchedCall:
         if torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
         place, layer = self._watch.layers.current()
-        if not self._is_due(layer):
+        if current_platform.is_capturing() or not self._watch.is_due((layer, self._op_name)):
             return self._call(*args, **kwargs)
         given, named = args, kwargs
         if self._writes:
@@ -222,12 +187,6 @@ class _WatchedCall:
             self._found(result, args, kwargs),
         )
         return result
-
-    def _is_due(self, layer: str) -> bool:
-        if current_platform.is_capturing():
-            self._watch.count_captured()
-            return False
-        return self._watch.is_due((layer, self._op_name))
 
     def _found(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return the output of the call: its result, and its arguments if they were written to."""
