@@ -54,7 +54,7 @@ def class_named(answer: type | str, method: Callable[..., Any], has: tuple[str, 
         found = resolve_qualified_name(answer)
     except PlatformError as error:
         raise type(error)(f"{name_of(method)}: {error}") from error
-    missing = ", ".join(name for name in has if not hasattr(found, name))
+    missing = ", ".join(name for name in has if not callable(getattr(found, name, None)))
     if missing:
         raise PlatformTypeError(
             f"{name_of(method)} names {found.__module__}:{found.__qualname__}, which has no {missing}: "

@@ -39,11 +39,12 @@ ENTRY_POINT_GROUP = "sgl_aspects.platforms"
 SGLANG_PLATFORMS_GROUP = "sglang.srt.platforms"
 PLATFORM_VARIABLE = "SGLANG_PLATFORM"
 #: The identity attributes of a platform, and their types.
-_IDENTITY = {
+_IDENTITY: dict[str, type | tuple[type, ...]] = {
     "_enum": PlatformEnum,
     "device_name": str,
     "device_type": str,
     "capabilities": PlatformCapabilities,
+    "supported_quantization": (tuple, list),
 }
 
 
@@ -322,8 +323,9 @@ def _create(class_name: str, provider: str) -> SRTPlatform:
         ) from error
     for name, kind in _IDENTITY.items():
         if not isinstance(identity[name], kind):
+            kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
             raise PlatformTypeError(
-                f"{class_name} of {provider}: {name} = {identity[name]!r}, and a {kind.__name__} is needed."
+                f"{class_name} of {provider}: {name} = {identity[name]!r}, and a {kinds} is needed."
             )
     if not (platform.device_name.strip() and platform.device_name.isprintable()):
         raise PlatformError(

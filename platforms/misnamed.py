@@ -36,7 +36,7 @@ def misnamed_attributes(platform_class: type) -> dict[str, str]:
         for name in vars(cls):
             if name in ours or name.startswith("_") or cls is object:
                 continue
-            near = difflib.get_close_matches(name, [each for each in ours if each[0] != "_"], 1, cutoff=0.85)
+            near = difflib.get_close_matches(name, [each for each in ours if each[0] != "_"], 1, cutoff=0.84)
             right = OTHER_NAMES.get(name) or (near[0] if near else "")
             if right:
                 found[name] = right

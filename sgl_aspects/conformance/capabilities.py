@@ -8,7 +8,9 @@ import torch
 
 from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
 from sgl_aspects.conformance.in_process import generating
+from sgl_aspects.conformance.operators import TOLERANCES, gated, random_tensor
 from sgl_aspects.conformance.tiny_model import write_tiny_model
+from sgl_aspects.runtime.dispatch.shadow.comparing import difference
 
 
 def _declared(bench: Bench, name: str) -> None:
@@ -24,12 +26,12 @@ def triton(bench: Bench) -> str:
         "triton to be installed where supports_triton is declared",
         "it is not",
     )
-    from sgl_aspects.conformance.triton_probe import add_one
+    from sgl_aspects.runtime.dispatch.triton.silu_and_mul import silu_and_mul
 
-    x = torch.arange(1000, dtype=torch.float32)
-    found = add_one(x.to(bench.device)).cpu()
-    require(torch.equal(found, x + 1), "x + 1 of 1000 numbers", "others")
-    return "a kernel of 1000 elements"
+    x = random_tensor(3, 200, dtype=torch.float32, seed=3)
+    error = difference(silu_and_mul(x.to(bench.device)).cpu(), gated(x.double()))
+    require(error <= TOLERANCES[x.dtype], "silu_and_mul in Triton as in float64", f"an error of {error:.2g}")
+    return "silu_and_mul"
 
 
 @check(write="get_compile_backend", expects="compiled layers to give the tokens of plain ones")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from sgl_aspects.isolated import safe_path
@@ -15,51 +15,20 @@ _SECONDS = 180.0
 
 
 def call_in_processes(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
-    """Run ``function(*arguments[i])`` in spawned process ``i``; answers in order. RuntimeError: one failed.
+    """Run ``function(*arguments[i])`` in spawned process ``i``; answers in order. An error of one is raised.
 
-    Such a process runs the platform that SGLANG_PLATFORM chooses.
+    Such a process runs the platform that SGLANG_PLATFORM chooses. RuntimeError: one died.
     """
-    spawn = multiprocessing.get_context("spawn")
-    links = []
-    for words in arguments:
-        ours, theirs = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=_work, args=(theirs, function, words), daemon=True)
-        with safe_path():
-            process.start()
-        theirs.close()
-        links.append((process, ours))
-    patience = 0.0  # if one failed, the others may wait for it endlessly
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(len(arguments), multiprocessing.get_context("spawn"), load_plugins)
     try:
-        answers = [_answer(process, link) for process, link in links]
-        patience = 10.0
-        return answers
+        with safe_path():  # it starts a process for each
+            calls = [pool.submit(function, *words) for words in arguments]
+        return [call.result(_SECONDS) for call in calls]
+    except BrokenProcessPool:
+        raise RuntimeError("a process of the check died; its output is above") from None
     finally:
-        for process, link in links:
-            link.close()
-            process.join(patience)
-            if process.is_alive():
+        pool.shutdown(wait=False)
+        for process in multiprocessing.active_children():
+            if process not in others:  # where one failed, the others may wait for it endlessly
                 process.kill()
-                process.join()
-
-
-def _answer(process: Any, link: Connection) -> Any:
-    if not link.poll(_SECONDS):
-        raise RuntimeError(f"a process of the check did not answer within {_SECONDS:.0f} s")
-    try:
-        succeeded, answer = link.recv()
-    except EOFError:
-        process.join(10)
-        raise RuntimeError(f"a process of the check died, exit code {process.exitcode}") from None
-    if not succeeded:
-        raise RuntimeError(answer)
-    return answer
-
-
-def _work(link: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    load_plugins()
-    try:
-        answer = (True, function(*arguments))
-    except BaseException as error:  # noqa: BLE001  # SystemExit, too: reported to the calling process
-        where = traceback.format_exc().splitlines()[-3].strip()
-        answer = (False, f"{type(error).__name__}: {error} ({where})")
-    link.send(answer)

@@ -318,6 +318,7 @@ def test_a_constructor_that_raises_names_the_class_and_its_package(site: Site) -
         ("device_name = None", "device_name = None, and a str is needed"),
         ("device_type = 5", "device_type = 5, and a str is needed"),
         ("capabilities = dict(graph_capture=True)", "and a PlatformCapabilities is needed"),
+        ('supported_quantization = "acme4"', "= 'acme4', and a tuple or list is needed"),
         ("def __new__(cls): return None", "failed while it was created"),
     ],
 )
