@@ -17,6 +17,7 @@ from sgl_aspects.platforms import (
     ClockEvent,
     DeviceEvent,
     DeviceGraph,
+    DeviceMixin,
     MMPlatform,
     PlatformCapabilities,
     SRTPlatform,
@@ -39,6 +40,15 @@ makes this page.
 BOTH, EMBEDDED, SGLANG = "both engines", "the embedded engine", "SGLang"
 #: The methods of SRTPlatform that only SGLang calls.
 ONLY_SGLANG = re.compile("speculative|full_graph|piecewise|mamba|support_device_graph")
+
+#: What a vendor's device sets, in the order of docs/platforms.md.
+DEVICE_ATTRIBUTES = (
+    "_enum",
+    "device_name",
+    "device_type",
+    "visible_devices_variable",
+    "supported_quantization",
+)
 
 RUNNER = """`model_runner` has `req_to_token_pool.req_to_token`, int32 [rows, tokens], the slot of each
 token of a request, `token_to_kv_pool`, `device`, `dtype` and `page_size`. A class in these names alone runs
@@ -115,6 +125,8 @@ def tables() -> str:
         ),
         f"`ClockEvent` (`sgl_aspects.platforms`): {_first(ClockEvent)}\n",
         _table("Graph", "create_graph", EMBEDDED, DeviceGraph, made=None),
+        f"## Device methods\n\nOf `DeviceMixin`, beside `{'`, `'.join(DEVICE_ATTRIBUTES)}`.\n",
+        _rows(DeviceMixin, " ".join(_device_methods())),
         _platform(),
         "## MMPlatform\n\nCalled by SGLang's engine for images and video.\n",
         _rows(
@@ -155,7 +167,7 @@ def _signature(method: Any) -> str:
     signature = inspect.signature(method)
     kept = [each for name, each in signature.parameters.items() if name != "self"]
     text = str(signature.replace(parameters=kept))
-    return re.sub(r"'|torch\.|typing\.", "", text).replace("|", "\\|")
+    return re.sub(r"'|torch\.(?!device\b)|typing\.", "", text).replace("|", "\\|")
 
 
 def _first(thing: Any) -> str:
@@ -191,6 +203,15 @@ def _batch() -> str:
 
 def _pool_arguments() -> str:
     return "*, size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer, **row"
+
+
+def _device_methods() -> list[str]:
+    """Return the operations of a device: what a vendor writes, without the queries of its family."""
+    functions = [name for name, value in vars(DeviceMixin).items() if inspect.isfunction(value)]
+    missing = [name for name in DEVICE_ATTRIBUTES if not hasattr(DeviceMixin, name)]
+    if missing:
+        raise AttributeError(f"DeviceMixin has no {missing}")
+    return [name for name in functions[functions.index("device_count") :] if not name.startswith("_")]
 
 
 def _platform() -> str:
