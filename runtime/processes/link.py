@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_aspects import errors
 from sgl_aspects.errors import EngineError, SchedulerDiedError
+from sgl_aspects.platforms import current_platform_choice
 from sgl_aspects.runtime.messages import (
     FailureMessage,
     ProfileRequest,
@@ -173,6 +174,7 @@ class SchedulerLink:
         what, failure = self.ranks.cause()
         if failure is not None:
             logger.error("%s\n%s", what, failure.traceback)
+            what += _advice()
         elif self._closing:
             return SchedulerDiedError("the engine was shut down")
         return SchedulerDiedError(f"{what}. Start a new Engine.")
@@ -193,3 +195,11 @@ class SchedulerLink:
             f"{what} before it was ready; its output is above. A script that makes an Engine must do so "
             'under `if __name__ == "__main__":`, because the scheduler process imports the script again.'
         )
+
+
+def _advice() -> str:
+    """Return the next step after an error on a vendor's platform: a class of its may have caused it."""
+    choice = current_platform_choice()
+    if not any(each.chosen and each.source != "built-in" for each in choice.candidates):
+        return ""
+    return f". Platform {choice.name!r} is a vendor's: `sgl-aspects conformance` checks its methods"

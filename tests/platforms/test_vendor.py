@@ -139,7 +139,7 @@ def test_what_a_platform_sets_is_validated(tmp_path: Path, monkeypatch: pytest.M
         Engine(model_path=tmp_path)
 
 
-def test_a_dead_scheduler_names_the_request_that_killed_it(
+def test_a_dead_scheduler_names_the_request_that_killed_it_and_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_llama(tmp_path)
@@ -147,9 +147,11 @@ def test_a_dead_scheduler_names_the_request_that_killed_it(
     with Engine(model_path=tmp_path) as engine:
         params = SamplingParams(max_new_tokens=4)
         engine.generate([3, 4, 5], params, rid="harmless")
-        with pytest.raises(
-            SchedulerDiedError, match=r"no more than 30 tokens.* at work on request 'too-long'"
-        ):
+        message = (
+            r"no more than 30 tokens.* at work on request 'too-long'\. Platform 'acme' is a vendor's: "
+            r"`sgl-aspects conformance` checks its methods\. Start a new Engine\."
+        )
+        with pytest.raises(SchedulerDiedError, match=message):
             engine.generate(list(range(3, 60)), params, rid="too-long")
 
 
