@@ -142,7 +142,8 @@ def _bind(settings: ServerSettings) -> socket.socket:
     """A socket that does not listen yet: clients are refused until the model is loaded."""
     host = settings.host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With its protocol: asyncio sends small packets at once (TCP_NODELAY) only where a socket names it.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, settings.port))

@@ -220,6 +220,17 @@ def test_connections_on_which_no_request_comes_are_closed(guarded: Server) -> No
     assert guarded.request("POST", "/v1/completions", body(500), RIGHT)[0] == 200
 
 
+def test_an_answer_does_not_wait_until_the_client_has_acknowledged_its_head(guarded: Server) -> None:
+    seconds = []
+    with contextlib.closing(http.client.HTTPConnection(LOCAL, guarded.port, timeout=30)) as connection:
+        for _ in range(60):
+            start = time.monotonic()
+            connection.request("GET", "/health")
+            assert connection.getresponse().read()
+            seconds.append(time.monotonic() - start)
+    assert min(seconds[30:]) < 0.03, "a client acknowledges after 40 ms, once it has received some"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
