@@ -59,6 +59,7 @@ _OF_REQUEST = (
 _Key: TypeAlias = "tuple[tuple[str, str], ...]"
 # Cap on kept combinations of a histogram and attributes.
 _MOST_KEPT = 1000
+_EXEMPLAR_SECONDS = 1.0
 # Cap on tenants that have a label of their own.
 _MOST_TENANTS = 50
 
@@ -78,62 +79,41 @@ class _Counter:
         return [Observation(amount, dict(key)) for key, amount in list(self._sums.items())]
 
 
-class _Exemplars:
-    """Chooses amounts whose trace is kept beside them: one a second for each bucket of a histogram.
-
-    With a context an amount costs OpenTelemetry's SDK ten times as long.
-    """
-
-    _SECONDS = 1.0
-
-    def __init__(self, boundaries: Mapping[Histogram, Sequence[float]]) -> None:
-        self._boundaries = boundaries
-        self._kept: dict[tuple[Histogram, int], float] = {}
-
-    def is_wanted(self, histogram: Histogram, amount: float) -> bool:
-        bucket = histogram, bisect.bisect_left(self._boundaries[histogram], amount)
-        now = time.monotonic()
-        if now - self._kept.get(bucket, -self._SECONDS) < self._SECONDS:
-            return False
-        self._kept[bucket] = now
-        return True
-
-
 class EngineMetrics:
     """The instruments. Updated by one thread; exporters read them in theirs."""
 
     def __init__(self, meter: Meter) -> None:
-        histogram = meter.create_histogram
         self._meter = meter
-        self._duration = histogram(
-            schema.REQUEST_DURATION,
-            "s",
-            "How long a request took, however it ended.",
-            explicit_bucket_boundaries_advisory=REQUEST_DURATION,
+        self._boundaries: dict[Histogram, Sequence[float]] = {}
+        self._duration = self._histogram(
+            schema.REQUEST_DURATION, "s", "How long a request took, however it ended.", REQUEST_DURATION
         )
-        self._first_token = histogram(
+        self._first_token = self._histogram(
             schema.SERVER_TIME_TO_FIRST_TOKEN,
             "s",
             "Time to the first token of successful answers, queue and prefill included.",
-            explicit_bucket_boundaries_advisory=TIME_TO_FIRST_TOKEN,
+            TIME_TO_FIRST_TOKEN,
         )
-        self._per_token = histogram(
+        self._per_token = self._histogram(
             schema.TIME_PER_OUTPUT_TOKEN,
             "s",
             "Time per token after the first, of successful answers.",
-            explicit_bucket_boundaries_advisory=TIME_PER_OUTPUT_TOKEN,
+            TIME_PER_OUTPUT_TOKEN,
         )
-        self._gap = histogram(
+        self._gap = self._histogram(
             schema.INTER_TOKEN_LATENCY,
             "s",
             "Time between two tokens of a request, each one, from the scheduler's steps.",
-            explicit_bucket_boundaries_advisory=INTER_TOKEN_LATENCY,
+            INTER_TOKEN_LATENCY,
         )
-        self._usage = histogram(
-            schema.TOKEN_USAGE,
-            "{token}",
-            "Tokens of a request, by type.",
-            explicit_bucket_boundaries_advisory=TOKEN_USAGE,
+        self._usage = self._histogram(
+            schema.TOKEN_USAGE, "{token}", "Tokens of a request, by type.", TOKEN_USAGE
+        )
+        self._step = self._histogram(
+            schema.STEP_DURATION,
+            "s",
+            "Time that a scheduler's step adds: two may be open at once.",
+            STEP_DURATION,
         )
         self._tokens = _Counter(meter, schema.TOKENS, "{token}", "Tokens of ended requests.")
         self._hits = _Counter(
@@ -142,27 +122,32 @@ class EngineMetrics:
         self._drafted = _Counter(meter, schema.DRAFTED_TOKENS, "{token}", "Tokens drafted for requests.")
         self._accepted = _Counter(meter, schema.ACCEPTED_TOKENS, "{token}", "Drafted tokens accepted.")
         self._step_tokens = _Counter(meter, schema.STEP_TOKENS, "{token}", "Tokens fed to the model.")
-        self._step = histogram(
-            schema.STEP_DURATION,
-            "s",
-            "Time that a scheduler's step adds: two may be open at once.",
-            explicit_bucket_boundaries_advisory=STEP_DURATION,
-        )
         self._tenants: set[str] = set()
-        self._exemplars = _Exemplars(
-            {
-                self._duration: REQUEST_DURATION,
-                self._first_token: TIME_TO_FIRST_TOKEN,
-                self._per_token: TIME_PER_OUTPUT_TOKEN,
-                self._gap: INTER_TOKEN_LATENCY,
-            }
-        )
+        #: When an amount in a bucket of a histogram was kept with its trace.
+        self._kept: dict[tuple[Histogram, int], float] = {}
         self._recorders: dict[tuple[Histogram, _Key], Callable[[float], None]] = {}
         self._added = AddedTime()
         # By writer: its process and the figures of its latest step.
         self._states: dict[str, tuple[int, dict[str, AttributeValue]]] = {}
         for name, unit, description in _GAUGES:
             meter.create_observable_gauge(name, [self._reading_of(name)], unit, description)
+
+    def _histogram(self, name: str, unit: str, text: str, boundaries: Sequence[float]) -> Histogram:
+        made = self._meter.create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=boundaries)
+        self._boundaries[made] = boundaries
+        return made
+
+    def _is_exemplar(self, histogram: Histogram, amount: float) -> bool:
+        """Choose the amounts whose trace is kept beside them: one a second for each bucket of a histogram.
+
+        With a context an amount costs OpenTelemetry's SDK ten times as long.
+        """
+        bucket = histogram, bisect.bisect_left(self._boundaries[histogram], amount)
+        now = time.monotonic()
+        is_wanted = now - self._kept.get(bucket, -_EXEMPLAR_SECONDS) >= _EXEMPLAR_SECONDS
+        if is_wanted:
+            self._kept[bucket] = now
+        return is_wanted
 
     def decode_ended(self, end: SpanEnd) -> None:
         """Count the drafts of a decode phase, if its engine speculates."""
@@ -220,7 +205,7 @@ class EngineMetrics:
         of_trace: tuple[int, int] | None = None,
     ) -> None:
         """Record an amount. ``of_trace``: the trace id and span id of its exemplar."""
-        if of_trace is not None and self._exemplars.is_wanted(histogram, amount):
+        if of_trace is not None and self._is_exemplar(histogram, amount):
             histogram.record(amount, attributes, _context_of(*of_trace))
             return
         key = histogram, (*attributes.items(),)
