@@ -113,7 +113,8 @@ class SdkRecorder:
         start_ns: int,
         trace: TraceContext | None = None,
     ) -> Opened:
-        return enter(root_id, span_id, trace, self.open_span(type, span_id, root_id, parent_id, start_ns))
+        span = self.open_span(type, span_id, root_id, parent_id, start_ns)
+        return enter(type, span_id, root_id, parent_id, start_ns, trace, span)
 
     def _begin_request(self, event: RequestBegin) -> None:
         parent = Context()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_aspects.tracing.context import enter_span
+from sgl_aspects.tracing.context import enter as enter_span
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.open_steps import OpenSteps
 from sgl_aspects.tracing.record.recorder import SpanWriter, span_writer

@@ -34,6 +34,11 @@ from sgl_aspects.weaving import weaver
 from tests.support.distributions import install
 from tests.support.stand_ins import Engine, ForwardMode
 
+
+def enter(root_id: int, span_id: int, trace: context.TraceContext | None = None) -> context.Opened:
+    return context.enter(SpanType("f"), span_id, root_id, root_id, 1, trace)
+
+
 MANAGER = """
     import asyncio
     look = lambda where, **more: None
@@ -279,12 +284,12 @@ def test_log_records_carry_the_ids_of_what_is_open(caplog: pytest.LogCaptureFixt
     before = logging.getLogRecordFactory()
     undo = correlate_logs()
     logger = logging.getLogger("engine")
-    opened = context.enter(5, 6)
+    opened = enter(5, 6)
     logger.warning("in a step")
     mine = trace.NonRecordingSpan(trace.SpanContext(7, 8, False, trace.TraceFlags(0)))
     with trace.use_span(mine):
         logger.warning("in a span of the user's")
-    inner = context.enter(9, 10, context.TraceContext(11, sampled=False))
+    inner = enter(9, 10, context.TraceContext(11, sampled=False))
     logger.warning("in a request")
     context.leave(inner)
     context.leave(opened)
@@ -374,8 +379,8 @@ def innermost_id() -> int:
 
 
 def test_an_unclosed_span_ends_with_the_enclosing_one() -> None:
-    around = context.enter(5, 6)
-    context.enter(5, 7)
+    around = enter(5, 6)
+    enter(5, 7)
     context.leave(around)
     assert innermost_id() == 0
     context.leave(around)  # once more changes nothing
@@ -384,8 +389,8 @@ def test_an_unclosed_span_ends_with_the_enclosing_one() -> None:
 
 def test_a_span_that_is_closed_elsewhere_changes_nothing_there() -> None:
     elsewhere = contextvars.copy_context()
-    foreign = elsewhere.run(context.enter, 5, 6)
-    mine = context.enter(7, 8)
+    foreign = elsewhere.run(enter, 5, 6)
+    mine = enter(7, 8)
     context.leave(foreign)
     assert innermost_id() == 8
     assert trace.get_current_span().get_span_context().span_id == 8
@@ -405,9 +410,9 @@ def current_ids() -> tuple[int, int]:
 def test_a_context_that_was_captured_keeps_the_span_that_was_open() -> None:
     """Like instrumentation of thread pools and of callbacks: capture, carry elsewhere, attach there."""
     outside = otel_context.get_current()
-    first = context.enter(5, 6)
+    first = enter(5, 6)
     captured, ids = otel_context.get_current(), current_ids()
-    inner = context.enter(5, 7)
+    inner = enter(5, 7)
     assert trace.get_current_span(captured).get_span_context().span_id == 6
     token = otel_context.attach(captured)  # inside a later span of ours
     assert current_ids() == ids
@@ -435,16 +440,16 @@ def test_a_context_that_was_captured_keeps_the_span_that_was_open() -> None:
 
 
 def test_spans_and_baggage_of_the_user_s_between_ours() -> None:
-    outer = context.enter(5, 6)
+    outer = enter(5, 6)
     token = otel_context.attach(baggage.set_baggage("tenant", "a"))
     assert current_ids()[1] == 6
     mine = trace.NonRecordingSpan(trace.SpanContext(7, 8, False, trace.TraceFlags(1)))
     with trace.use_span(mine):
-        inner = context.enter(5, 9)
+        inner = enter(5, 9)
         assert (current_ids()[1], baggage.get_baggage("tenant")) == (9, "a")
         context.leave(inner)
         assert trace.get_current_span() is mine
-        inner = context.enter(5, 10)
+        inner = enter(5, 10)
     # Theirs ended before ours did.
     assert (current_ids()[1], baggage.get_baggage("tenant")) == (10, "a")
     context.leave(inner)

@@ -9,18 +9,21 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from opentelemetry.sdk.resources import Resource
 
 from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import TraceSession, attach, context
-from sgl_aspects.tracing.collect import tail
+from sgl_aspects.tracing.collect import join
+from sgl_aspects.tracing.collect.tail import TailChoice
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.calling import CallingObserver
 from sgl_aspects.tracing.options import TraceOptions
-from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanType
+from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanEnd, SpanType
 from sgl_aspects.tracing.sampling import Sampler, sampler_from_environment
 from sgl_aspects.tracing.schema import REQUEST
 from sgl_aspects.tracing.settings import TraceSettings
@@ -241,16 +244,23 @@ def test_several_answers_are_kept_with_their_request(receiver: Receiver) -> None
 
 
 def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail, "_HELD_SPANS", 10)
-    held: tail.HeldSpans[int] = tail.HeldSpans()
-    given_up = 0
-    for request in range(100):
-        held.begin(request)
-        given_up += sum(held.hold(request, span) for span in range(3))
-    assert given_up + sum(len(held.end(request)) for request in range(100)) == 300
-    assert given_up == 291
-    held.begin(1)
-    assert sum(held.hold(1, span) for span in range(50)) == 0  # one request alone is never given up
+    monkeypatch.setattr(join, "_HELD_SPANS", 10)
+    joiner = join.Joiner(Resource({}), lambda span: None, tail=TailChoice())
+    writer: Any = SimpleNamespace(name="1-1")
+
+    def under_way(request: int, spans: int) -> None:
+        left_out = context.TraceContext(request, sampled=False)
+        joiner.add(writer, RequestBegin(request, str(request), 1, *left_out, "chat m", {}))
+        for number in range(spans):
+            span_id = request * 1000 + number + 1
+            joiner.add(writer, SpanEnd(SpanType("queue"), span_id, request, request, 1, 2))
+
+    for request in range(1, 101):
+        under_way(request, 3)
+    assert joiner.not_sampled == 291
+    joiner = join.Joiner(Resource({}), lambda span: None, tail=TailChoice())
+    under_way(1, 50)
+    assert joiner.not_sampled == 0  # one request alone is never given up
 
 
 def test_wrong_values_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.reader import RingReader as Writer
 from sgl_aspects.tracing.collect.roots import NOTED, Root, Roots
 from sgl_aspects.tracing.collect.span_builder import SpanBuilder
-from sgl_aspects.tracing.collect.tail import HeldSpans, TailChoice
-from sgl_aspects.tracing.collect.waiting import WaitingRecords
+from sgl_aspects.tracing.collect.tail import TailChoice
+from sgl_aspects.tracing.collect.waiting import Waiting
 from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, RootContext
 from sgl_aspects.tracing.records import (
     UNFINISHED,
@@ -45,6 +45,8 @@ _SEEN_LATE_SECONDS = 1.0
 _ENDED_BEFORE_SECONDS = 30.0
 # Cap on request ends held until everything written so far is read.
 _HELD_ENDS = 10_000
+# Cap on spans held for undecided requests; a span is about a kilobyte.
+_HELD_SPANS = 20_000
 # Cap on open spans: one whose end record was dropped would leak.
 _OPEN = 100_000
 
@@ -86,13 +88,13 @@ class Joiner:
         self._tail = tail
         self._on_request = on_request
         # Spans of requests left out unless they fail or are slow; the arguments of ``_emit_span``.
-        self._undecided: HeldSpans[_Arguments] = HeldSpans()
+        self._undecided: Waiting[int, _Arguments] = Waiting()
         self._joins_partial = joins_partial
         self._roots = Roots()
         self._open: dict[int, tuple[Writer, SpanBegin | RequestBegin]] = {}
         # By request id; by the id of the root that a span belongs or links to.
-        self._unmatched: WaitingRecords[str, RequestSeen] = WaitingRecords()
-        self._rootless: WaitingRecords[int, SpanEnd] = WaitingRecords()
+        self._unmatched: Waiting[str, tuple[float, Writer, RequestSeen]] = Waiting()
+        self._rootless: Waiting[int, tuple[float, Writer, SpanEnd]] = Waiting()
         self._sent: list[str] = []  # ids of the requests sent in this pass
         self._held: list[tuple[Writer, SpanEnd]] = []
         self._held_before: list[tuple[Writer, SpanEnd]] = []
@@ -210,7 +212,7 @@ class Joiner:
             self._end_request(writer, record)
 
     def _wait_for_request(self, since: float, writer: Writer, seen: RequestSeen) -> None:
-        self._unmatched.add(seen.request_id, since, writer, seen)
+        self._unmatched.add(seen.request_id, (since, writer, seen))
         if self._unmatched.count > _WAITING_RECORDS:
             for _, owner, oldest in self._unmatched.take_first():
                 self._see_request(owner, oldest, is_late=True)
@@ -219,7 +221,7 @@ class Joiner:
         # Wait for the latest of the links: as a rule the others have come by then.
         named = (record.root_id, *reversed(record.links))
         missing = next(each for each in named if each not in self._roots)
-        self._rootless.add(missing, since, writer, record)
+        self._rootless.add(missing, (since, writer, record))
         if self._rootless.count > _WAITING_RECORDS:
             for _, owner, oldest in self._rootless.take_first():
                 self._give_up(owner, oldest)
@@ -349,7 +351,7 @@ class Joiner:
 
     def _decide(self, root: Root, end: SpanEnd) -> None:
         """Emit or drop the held spans of a request that sampling left out, now that it has ended."""
-        held = self._undecided.end(end.span_id)
+        held = self._undecided.take(end.span_id)
         if self._is_replaying:
             return  # decided before
         if self._tail is None or not self._tail.keeps(end):
@@ -375,8 +377,10 @@ class Joiner:
         if self._is_replaying or not decider.is_sampled:
             if decider.begin is not None and decider.begin.span_id in self._undecided:
                 held = (writer, record, root, parent_id, is_parent_remote, kind, name, attributes)
-                given_up = self._undecided.hold(decider.begin.span_id, held)
-                self.not_sampled += 0 if self._is_replaying else given_up
+                self._undecided.add(decider.begin.span_id, held)
+                while self._undecided.count > _HELD_SPANS and len(self._undecided) > 1:
+                    given_up = len(self._undecided.take_first())
+                    self.not_sampled += 0 if self._is_replaying else given_up
             elif not self._is_replaying:
                 self.not_sampled += 1
             return

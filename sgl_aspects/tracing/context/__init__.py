@@ -3,7 +3,6 @@
 from sgl_aspects.tracing.context.bridge import (
     bridge_opentelemetry,
     enter,
-    enter_span,
     from_current_span,
     of_request,
 )
@@ -27,7 +26,6 @@ __all__ = [
     "add_source",
     "bridge_opentelemetry",
     "enter",
-    "enter_span",
     "from_current_span",
     "from_headers",
     "innermost",

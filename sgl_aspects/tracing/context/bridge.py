@@ -24,25 +24,22 @@ _joining = threading.Lock()
 _is_bridged = False
 
 
-def enter(root_id: int, span_id: int, trace: TraceContext | None = None, span: Any = None) -> Opened:
-    """Make a span of the tracer the current one until ``leave`` is called with the result."""
-    if not _is_bridged and "opentelemetry.trace" in _modules:
-        bridge_opentelemetry()
-    return set_current((root_id, span_id, trace, span, current_fields()))
-
-
-def enter_span(
+def enter(
     type: SpanType,
     span_id: int,
     root_id: int,
     parent_id: int,
     start_ns: int,
     trace: TraceContext | None = None,
+    span: Any = None,
 ) -> Opened:
-    """The body of :func:`enter` as a recorder's ``enter``, without the time of a second call."""
+    """Make a span the current one until ``leave`` is called with the result: a recorder's ``enter``.
+
+    ``span``: OpenTelemetry's object for it, if there is one.
+    """
     if not _is_bridged and "opentelemetry.trace" in _modules:
         bridge_opentelemetry()
-    return set_current((root_id, span_id, trace, None, current_fields()))
+    return set_current((root_id, span_id, trace, span, current_fields()))
 
 
 def from_current_span() -> TraceContext | None:

@@ -21,14 +21,12 @@ from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.alone import AloneObserver
 from sgl_aspects.tracing.observers.calling import CallingObserver
 from sgl_aspects.tracing.observers.detail import DetailObserver
-from sgl_aspects.tracing.observers.detokenizer import DetokenizerObserver
 from sgl_aspects.tracing.observers.exchanged import HTTP_ROLES, ExchangeObserver
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.function import FunctionObserver
-from sgl_aspects.tracing.observers.preparation import PreparationObserver
-from sgl_aspects.tracing.observers.process import ProcessObserver
+from sgl_aspects.tracing.observers.process import PreparationObserver, ProcessObserver
 from sgl_aspects.tracing.observers.queue import QueueObserver
-from sgl_aspects.tracing.observers.serving import ServingObserver
+from sgl_aspects.tracing.observers.serving import DetokenizerObserver, ServingObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.observers.worker import WorkerObserver
 from sgl_aspects.tracing.options import DEFAULTS, TraceOptions

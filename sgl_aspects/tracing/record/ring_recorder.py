@@ -20,7 +20,7 @@ from typing import Any
 from zlib import crc32
 
 from sgl_aspects.run.control import Control, run_control
-from sgl_aspects.tracing.context import enter_span
+from sgl_aspects.tracing.context import enter as enter_span
 from sgl_aspects.tracing.record import codec
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.file import RingFile
