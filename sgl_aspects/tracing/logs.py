@@ -7,11 +7,10 @@ The attributes are those of OpenTelemetry's own instrumentation (``otelTraceID``
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from sgl_aspects.tracing.context import innermost
+from sgl_aspects.tracing.context import from_current_span, innermost
 
 
 def correlate_logs() -> Callable[[], None]:
@@ -40,12 +39,9 @@ def correlate_logs() -> Callable[[], None]:
 
 def _ids() -> tuple[int, int, bool]:
     """Return the ids of OpenTelemetry's current span, which may be nested in the tracer's."""
-    trace = sys.modules.get("opentelemetry.trace")
-    if trace is not None:
-        context = trace.get_current_span().get_span_context()
-        if context.is_valid:
-            return context.trace_id, context.span_id, context.trace_flags.sampled
-    span = innermost()
+    current, span = from_current_span(), innermost()
+    if current is not None:
+        return current.trace_id, current.parent_id, current.sampled
     if span is None:
         return 0, 0, False
     return span.trace_id, span.span_id, span.trace is None or span.trace.sampled

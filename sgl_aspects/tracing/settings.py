@@ -82,19 +82,21 @@ RUN = "SGL_ASPECTS_TRACE_RUN"
 BEGUN = "SGL_ASPECTS_TRACE_BEGUN"
 _METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
 _OTLP = ("opentelemetry.exporter.otlp.proto.common", "opentelemetry.proto", "google.protobuf")
-#: The modules that each exporter imports, in order: a dependency may be missing on its own.
+#: Each exporter's distribution, and the modules that it imports: one may be missing on its own.
 _PACKAGES = {
-    "http/protobuf": ("opentelemetry.exporter.otlp.proto.http", *_OTLP, "requests"),
-    "grpc": ("opentelemetry.exporter.otlp.proto.grpc", *_OTLP, "google.rpc", "grpc"),
-    "otlp-json-file": _OTLP,
-    "prometheus": ("opentelemetry.exporter.prometheus", "prometheus_client"),
-}
-#: The distribution that provides each.
-_DISTRIBUTIONS = {
-    "http/protobuf": "opentelemetry-exporter-otlp-proto-http",
-    "grpc": "opentelemetry-exporter-otlp-proto-grpc",
-    "otlp-json-file": "opentelemetry-exporter-otlp-proto-common",
-    "prometheus": "opentelemetry-exporter-prometheus",
+    "http/protobuf": (
+        "opentelemetry-exporter-otlp-proto-http",
+        ("opentelemetry.exporter.otlp.proto.http", *_OTLP, "requests"),
+    ),
+    "grpc": (
+        "opentelemetry-exporter-otlp-proto-grpc",
+        ("opentelemetry.exporter.otlp.proto.grpc", *_OTLP, "google.rpc", "grpc"),
+    ),
+    "otlp-json-file": ("opentelemetry-exporter-otlp-proto-common", _OTLP),
+    "prometheus": (
+        "opentelemetry-exporter-prometheus",
+        ("opentelemetry.exporter.prometheus", "prometheus_client"),
+    ),
 }
 
 
@@ -180,20 +182,8 @@ class TraceSettings:
         """Return self without ``none``; raises ``ConfigError`` for a choice that cannot work."""
         if self.disabled or self.recorder == "sdk":
             return self  # nothing is exported here, or only by the application's provider
-        exporters = tuple(name for name in self.exporters if name != "none")
-        for name in exporters:
-            if name not in EXPORTERS and installed_exporter("traces", name) is None:
-                raise ConfigError(
-                    f"OTEL_TRACES_EXPORTER names {name!r}: choose from {', '.join(EXPORTERS)}, one that an "
-                    "installed package brings along (opentelemetry_traces_exporter), or none"
-                )
-        metric_exporters = tuple(name for name in self.metric_exporters if name != "none")
-        for name in metric_exporters:
-            if name not in METRIC_EXPORTERS and installed_exporter("metrics", name) is None:
-                raise ConfigError(
-                    f"OTEL_METRICS_EXPORTER names {name!r}: choose from {', '.join(METRIC_EXPORTERS)}, one "
-                    "that an installed package brings along (opentelemetry_metrics_exporter), or none"
-                )
+        exporters = _known("traces", self.exporters, EXPORTERS)
+        metric_exporters = _known("metrics", self.metric_exporters, METRIC_EXPORTERS)
         if "prometheus" in metric_exporters:
             _require("prometheus", "the metrics exporter prometheus")
         check_exported(exports_metrics=bool(metric_exporters))
@@ -337,6 +327,18 @@ def _named_exporters(variable: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.lower() if name.lower() in ours else name for name in named))
 
 
+def _known(signal: str, names: Sequence[str], ours: Sequence[str]) -> tuple[str, ...]:
+    """Return the names without ``none``; raises ``ConfigError`` for one that nobody brings along."""
+    found = tuple(name for name in names if name != "none")
+    for name in found:
+        if name not in ours and installed_exporter(signal, name) is None:
+            raise ConfigError(
+                f"OTEL_{signal.upper()}_EXPORTER names {name!r}: choose from {', '.join(ours)}, one that an "
+                f"installed package brings along (opentelemetry_{signal}_exporter), or none"
+            )
+    return found
+
+
 def installed_exporter(signal: str, name: str) -> EntryPoint | None:
     """Return the entry point registered for OpenTelemetry under this name; ``signal``: traces or metrics."""
     import importlib.metadata  # rarely needed: built-in names are looked up first
@@ -346,11 +348,12 @@ def installed_exporter(signal: str, name: str) -> EntryPoint | None:
 
 
 def _require(package: str, what: str) -> None:
-    missing = [name for name in _PACKAGES[package] if not _is_installed(name)]
+    distribution, modules = _PACKAGES[package]
+    missing = [name for name in modules if not _is_installed(name)]
     if missing:
         raise ConfigError(
             f"{what} needs packages that are not installed ({', '.join(missing)}): "
-            f"{install_command(_DISTRIBUTIONS[package])}"
+            f"{install_command(distribution)}"
         )
 
 

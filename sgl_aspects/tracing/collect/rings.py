@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,38 +29,31 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
             f"no traced run of {of} found: start the engine under sgl-aspects run, "
             "or name the folder of a run"
         )
+    readable = [ring for path in found if (ring := _opened(path)) is not None]
     # a crashed run's leftovers do not count while another run is alive
-    if len({path.parent for path in found}) > 1:
-        living = {path.parent for path in found if _is_written(path)}
-        found = [path for path in found if path.parent in living] or found
+    if len({ring.path.parent for ring in readable}) > 1:
+        living = {ring.path.parent for ring in readable if ring.is_alive()}
+        for ring in [ring for ring in readable if living and ring.path.parent not in living]:
+            readable.remove(ring)
+            ring.close()
     processes: dict[Path, list[str]] = {}
-    for path in found:
-        processes.setdefault(path.parent, []).append(path.name.split("-")[0])
+    for ring in readable:
+        processes.setdefault(ring.path.parent, []).append(str(ring.process_id))
     if len(processes) > 1:
         names = "; ".join(f"{run} (process {', '.join(of_run)})" for run, of_run in processes.items())
         raise ConfigError(
             f"several runs are traced: choose one, as in report FOLDER or top --run FOLDER: {names}"
         )
-    readable = 0
-    for path in found:
-        try:
-            ring = RingReader(path, read_only=True)
-        except (DamagedError, OSError):
-            continue
-        readable += 1
-        yield ring
     if not readable:
         raise ConfigError(
             f"{found[0].parent}: none of its rings can be read: they are damaged, of another version of "
             "sgl-aspects, or another user's (run the command as that user)"
         )
+    yield from readable
 
 
-def _is_written(path: Path) -> bool:
-    """Return whether the ring's process is alive."""
+def _opened(path: Path) -> RingReader | None:
     try:
-        ring = RingReader(path, read_only=True)
+        return RingReader(path, read_only=True)
     except (DamagedError, OSError):
-        return False
-    with contextlib.closing(ring):
-        return ring.is_alive()
+        return None

@@ -6,7 +6,6 @@ compares the two.
 
 from __future__ import annotations
 
-import functools
 import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -93,48 +92,13 @@ def _values(key: str) -> _Encoder:
 
 
 def _doubles(key: str) -> _Encoder:
-    """Like :func:`_values`, without a cache, for values that seldom repeat; raises ``struct.error`` for None.
-
-    All of it is C: a request has many of them.
-    """
+    """Like :func:`_values`, without a cache, for numbers that seldom repeat."""
     start = _Values(key)[0.0][:-8]
-    return functools.partial(struct.Struct(f"<{len(start)}sd").pack, start)
+    return lambda value: b"" if value is None else start + _DOUBLE(value)
 
 
-def _optional(encode: _Encoder) -> _Encoder:
-    return lambda value: b"" if value is None else encode(value)
-
-
-class _Starts(dict[int, bytes]):
-    """The bytes before a text, by its length."""
-
-    def __init__(self, key: str) -> None:
-        self._key = _field(b"\x0a", key.encode())
-
-    def __missing__(self, size: int) -> bytes:
-        text = bytes(size)
-        whole = _field(b"\x4a", self._key + _field(b"\x12", _field(b"\x0a", text)))
-        found = whole[: len(whole) - size]
-        if size <= _LONGEST_KEPT:
-            self[size] = found
-        return found
-
-
-def _ids(key: str) -> _Encoder:
-    """Like :func:`_values`, without a cache, for texts that seldom repeat."""
-    starts = _Starts(key)
-
-    def encode(value: str | None) -> bytes:
-        if value is None:
-            return b""
-        text: bytes = encodable(value).encode()
-        return starts[len(text)] + text
-
-    return encode
-
-
-def _lists(key: str) -> _Encoder:
-    """Like :func:`_values`, without a cache, for lists and any other type."""
+def _others(key: str) -> _Encoder:
+    """Like :func:`_values`, without a cache, for texts that seldom repeat, lists and any other type."""
     start = _field(b"\x0a", key.encode())
     return lambda value: (
         b"" if value is None else _field(b"\x4a", start + _field(b"\x12", _value(encodable(value))))
@@ -154,7 +118,7 @@ class _Attributes(dict[tuple[str, type], _Encoder]):
         if len(self) >= _MOST_KEPT:
             self.clear()
         key, kind = key_and_type
-        make = _ids if kind is str and key in _IDS else _OF_TYPE.get(kind, _lists)
+        make = _others if key in _IDS else _OF_TYPE.get(kind, _others)
         self[key_and_type] = found = make(key)
         return found
 
@@ -253,11 +217,7 @@ class SpanEncoder:
     def _keep_type(self, names: Mapping[str, type]) -> tuple[Mapping[str, type], list[Any]]:
         if len(self._types) >= _MOST_KEPT:
             self._types.clear()
-        encoders = [
-            _optional(self._attributes[name, kind]) if kind is float else self._attributes[name, kind]
-            for name, kind in names.items()
-        ]
-        found = self._types[id(names)] = names, encoders
+        found = self._types[id(names)] = names, [self._attributes[each] for each in names.items()]
         return found
 
     def _resource(self, resource: Resource) -> bytes:

@@ -51,7 +51,18 @@ _TYPES = 1024
 _LONGEST_TEXT = 200
 _STEP = struct.Struct(f"<{layout.STEP_WORDS}Q")
 # Raised for damaged data.
-_ERRORS = (ValueError, TypeError, LookupError, EOFError, MemoryError, RecursionError, struct.error)
+_ERRORS = (
+    *(
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        EOFError,
+        MemoryError,
+        RecursionError,
+        struct.error,
+    ),
+)
 _new: Any = tuple.__new__
 _head_at = layout.SLOT_HEAD.unpack_from
 
@@ -118,7 +129,7 @@ class Decoder:
                     fields = marshal.loads(content)
                     if fields[0].__class__ is int:
                         records.append(self._span(*fields))
-                    elif (record := self._event(*fields)) is not None:
+                    elif (record := _READERS[fields[0]](self, *fields[1:])) is not None:
                         records.append(record)
             except _ERRORS:
                 damaged += 1
@@ -153,12 +164,6 @@ class Decoder:
         if content is not None and crc32(content) != checksum:
             raise DamagedError("a record with another checksum")
         return content
-
-    def _event(self, name: str, *fields: Any) -> Record | None:
-        read, kinds = _READERS[name]
-        if len(fields) != len(kinds) or not all(map(isinstance, fields, kinds)):
-            raise DamagedError(f"fields of the wrong type in a record {name!r}")
-        return read(self, *fields)
 
     def _joined(self, first: int, part: int, parts: int, content: bytes, size: int) -> bytes | None:
         """Keep a part of a record; return the whole with the last one. ``first``: the number of its first."""
@@ -208,26 +213,39 @@ class Decoder:
         _check(span_id | root_id | parent_id)
         return SpanBegin(self._type(number), span_id, root_id, parent_id, self._time(start))
 
-    def _request(self, *fields: Any) -> RequestBegin:
-        span_id, request_id, start, trace_id, parent_id, sampled, state, remote, name, attributes = fields
+    def _request(
+        self,
+        span_id: int,
+        request_id: str,
+        start: int,
+        trace_id: int,
+        parent_id: int,
+        sampled: bool,
+        state: str,
+        remote: bool,
+        name: str,
+        attributes: dict[Any, Any],
+    ) -> RequestBegin:
         _check(span_id | parent_id, trace_id=trace_id)
-        return RequestBegin(
-            *(span_id, request_id, self._time(start), trace_id, parent_id, sampled, state, remote),
-            *(encodable(name), self._named(attributes)),
-        )
+        _check_texts(request_id, state, name)
+        start, named = self._time(start), self._named(attributes)
+        ids = trace_id, parent_id, bool(sampled), state, bool(remote)
+        return RequestBegin(span_id, request_id, start, *ids, encodable(name), named)
 
     def _sent(self, span_id: int) -> RequestSent:
+        _check(span_id)
         return RequestSent(span_id)
 
     def _seen(self, key: int, request_id: str, time_ns: int) -> RequestSeen:
         _check(key)
+        _check_texts(request_id)
         return RequestSeen(key, request_id, self._time(time_ns))
 
     def _elsewhere(self, key: int, trace_id: int, span_id: int, sampled: bool) -> RequestElsewhere:
         _check(key | span_id, trace_id=trace_id)
-        return RequestElsewhere(key, trace_id, span_id, sampled)
+        return RequestElsewhere(key, trace_id, span_id, bool(sampled))
 
-    def _process(self, attributes: dict[str, Any]) -> ProcessDescribed:
+    def _process(self, attributes: dict[Any, Any]) -> ProcessDescribed:
         return ProcessDescribed(self._named(attributes))
 
     def _named(self, attributes: dict[Any, Any]) -> dict[str, Any]:
@@ -294,14 +312,15 @@ class Decoder:
             yield _parse_definition(data[start : start + size])
 
 
-_READERS: dict[str, tuple[Callable[..., Record | None], tuple[type, ...]]] = {
-    BEGIN: (Decoder._begin, (int, int, int, int, int)),
-    GROUP: (Decoder._group, (int, tuple)),
-    "request": (Decoder._request, (int, str, int, int, int, bool, str, bool, str, dict)),
-    "sent": (Decoder._sent, (int,)),
-    "seen": (Decoder._seen, (int, str, int)),
-    "elsewhere": (Decoder._elsewhere, (int, int, int, bool)),
-    "process": (Decoder._process, (dict,)),
+#: A record's reader takes its fields: numbers of another type raise ``TypeError`` where they are checked.
+_READERS: dict[str, Callable[..., Record | None]] = {
+    BEGIN: Decoder._begin,
+    GROUP: Decoder._group,
+    "request": Decoder._request,
+    "sent": Decoder._sent,
+    "seen": Decoder._seen,
+    "elsewhere": Decoder._elsewhere,
+    "process": Decoder._process,
 }
 
 
@@ -315,7 +334,7 @@ def _parse_definition(data: bytes) -> SpanType | str | None:
         return SpanType(
             encodable(str(name)), {encodable(key): _KINDS[kind] for key, kind in attributes.items()}
         )
-    except (*_ERRORS, AttributeError):
+    except _ERRORS:
         return None
 
 
@@ -326,3 +345,9 @@ def _check(*ids: int, trace_id: int = 1) -> None:
             raise DamagedError(f"an id of {each}")
     if trace_id >> 128 or not trace_id:
         raise DamagedError(f"a trace id of {trace_id}")
+
+
+def _check_texts(*texts: str) -> None:
+    for each in texts:
+        if each.__class__ is not str:
+            raise DamagedError(f"{each!r} in the place of a text")

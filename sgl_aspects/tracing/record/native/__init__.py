@@ -44,15 +44,12 @@ def _load() -> tuple[Any, str]:
 compiled, why_not = _load()
 
 if compiled is None or TYPE_CHECKING:
-    from sgl_aspects.tracing.record.native.fields import (
-        Blocks,
-        ForwardPath,
-        Mark,
-        Slots,
-        Step,
-        StepPath,
-        Tracker,
-    )
+    from sgl_aspects.tracing.record.native.fields import Blocks, Slots
+    from sgl_aspects.tracing.record.native.fields import Fields as ForwardPath
+    from sgl_aspects.tracing.record.native.fields import Fields as Mark
+    from sgl_aspects.tracing.record.native.fields import Fields as Step
+    from sgl_aspects.tracing.record.native.fields import Fields as StepPath
+    from sgl_aspects.tracing.record.native.fields import Fields as Tracker
 else:
     Blocks, Slots, Step, Tracker = compiled.Blocks, compiled.Slots, compiled.Step, compiled.Tracker
     StepPath, ForwardPath, Mark = compiled.StepPath, compiled.ForwardPath, compiled.Mark

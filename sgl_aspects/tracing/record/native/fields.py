@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_aspects.tracing.record import format as layout
 
 
-class _Fields:
+class Fields:
     """Attributes of any name; the compiled types have those that their C functions use."""
 
     if TYPE_CHECKING:
@@ -18,7 +18,7 @@ class _Fields:
         def __getattr__(self, name: str) -> Any: ...
 
 
-class Blocks(_Fields):
+class Blocks(Fields):
     """The memory in which steps are open."""
 
     def map(self, memory: Any) -> None:
@@ -49,23 +49,3 @@ class Slots:
 
     def __length_hint__(self) -> int:
         return operator.length_hint(self._numbers)
-
-
-class Step(_Fields):
-    """A batch from its launch to its result."""
-
-
-class Tracker(_Fields):
-    """The steps of one scheduler."""
-
-
-class StepPath(_Fields):
-    """The observer of steps."""
-
-
-class ForwardPath(_Fields):
-    """The observer of forward passes."""
-
-
-class Mark(_Fields):
-    """An event that C code records: the result of :meth:`DeviceEvent.recorder` for ``owner``."""
