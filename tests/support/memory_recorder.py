@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sgl_aspects.tracing.context import Opened, TraceContext
 from sgl_aspects.tracing.context import enter as enter_span
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.open_steps import OpenSteps
@@ -82,3 +83,8 @@ class Memory:
 
     def named(self, name: str) -> list[SpanEnd]:
         return [record for record in self.ended if record.type.name == name]
+
+
+def enter(root_id: int, span_id: int, trace: TraceContext | None = None) -> Opened:
+    """Make a span of these ids current, as a recorder does."""
+    return enter_span(SpanType("f"), span_id, root_id, root_id, 1, trace)

@@ -32,12 +32,8 @@ from sgl_aspects.tracing.records import SpanType
 from sgl_aspects.tracing.sdk import SdkRecorder
 from sgl_aspects.weaving import weaver
 from tests.support.distributions import install
+from tests.support.memory_recorder import enter
 from tests.support.stand_ins import Engine, ForwardMode
-
-
-def enter(root_id: int, span_id: int, trace: context.TraceContext | None = None) -> context.Opened:
-    return context.enter(SpanType("f"), span_id, root_id, root_id, 1, trace)
-
 
 MANAGER = """
     import asyncio
