@@ -292,10 +292,8 @@ def test_log_records_carry_the_ids_of_what_is_open(caplog: pytest.LogCaptureFixt
     logger.warning("outside")
     undo()
     logger.warning("afterwards")
-    ids = [
-        (getattr(record, "otelTraceID", None), getattr(record, "otelSpanID", None))
-        for record in caplog.records
-    ]
+    names = "otelTraceID", "otelSpanID"
+    ids = [tuple(getattr(record, name, None) for name in names) for record in caplog.records]
     assert ids == [
         (f"{context.trace_id_of_root(5):032x}", f"{6:016x}"),
         (f"{7:032x}", f"{8:016x}"),
