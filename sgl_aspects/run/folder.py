@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.files import OwnDescriptor, read_small, write_private
+from sgl_aspects.files import OwnDescriptor, read_small, unfollowed, write_private
 from sgl_aspects.run import clock
 
 CLOSING = "closing"
@@ -132,7 +132,7 @@ def seal_run(folder: str) -> int | None:
 
 def _locked(folder: str, kind: int) -> int | None:
     try:
-        descriptor = os.open(Path(folder, _HELD), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = unfollowed(os.path.join(folder, _HELD), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     except OSError:
         return None
     try:

@@ -32,7 +32,7 @@ def main(report: int, mark: str, command: list[str]) -> None:
         if not left:
             _tell(f"{killed} again; to start it by hand: {sys.executable} -m {' '.join(command[-3:-1])}")
             return
-        os.close(os.open(mark, os.O_CREAT | os.O_WRONLY, 0o600))
+        os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
         _rank_as_at_first()
         process_id = _start(command)
         _tell(f"{killed}: process {process_id} goes on with what is still in the rings")

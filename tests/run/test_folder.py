@@ -116,3 +116,13 @@ def test_a_runs_small_files_are_neither_waited_for_nor_followed(tmp_path: Path, 
     assert abs(clock.unix_ns(tmp_path) - time.time_ns()) < 10**10
     assert run_control(str(tmp_path)) is None
     assert woven_ns(tmp_path) == 0.0
+
+
+def test_a_run_is_not_held_through_a_link(tmp_path: Path) -> None:
+    """It would be cut to one byte."""
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("precious")
+    run.mkdir()
+    (run / "held").symlink_to(precious)
+    assert hold_run(str(run)) is None
+    assert precious.read_text() == "precious"
