@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from sgl_aspects.weaving.targets import Alternate, segment_regex
 
 MISSING: Any = object()
-# `enum.property` is one of the second type.
-PROPERTIES: tuple[type, ...] = (property, types.DynamicClassAttribute)
 PROPERTY_PARTS = ("fget", "fset", "fdel")
 
 # Shared: rebinding identifies containers by id, and a new dictionary might get the id of a freed one.
@@ -261,7 +259,7 @@ def find(
     """
     if len(path) > 1 and path[-1] in PROPERTY_PARTS:
         for place in _walk(module, path[:-1], subclasses):
-            if is_a(place.raw, PROPERTIES):
+            if is_a(place.raw, property):
                 yield place._replace(part="" if path[-1] == "fget" else path[-1])
                 return
     yield from _walk(module, path, subclasses)
@@ -302,7 +300,7 @@ def _walk(
             yield from _walk(place.raw, rest, subclasses)
 
 
-_DESCRIPTORS = (classmethod, staticmethod, *PROPERTIES, functools.cached_property)
+_DESCRIPTORS = (classmethod, staticmethod, property, functools.cached_property)
 
 
 def _attributes(owner: Any, segment: str) -> Iterator[AttributeReference]:

@@ -23,7 +23,6 @@ from sgl_aspects import compat
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
     MISSING,
-    PROPERTIES,
     PROPERTY_PARTS,
     AttributeReference,
     OwnDict,
@@ -156,7 +155,7 @@ def _open(place: AttributeReference) -> Opened:
             f"{place} is object's own, and CPython cannot undo replacing it; "
             f"hook '{str(place).removesuffix('__new__')}__init__'"
         )
-    if is_a(raw, PROPERTIES):
+    if is_a(raw, property):
         function = getattr(raw, place.part or "fget")
         if function is None:
             have = ", ".join(name for name in PROPERTY_PARTS if getattr(raw, name) is not None)
@@ -253,7 +252,7 @@ class _OfMetaclass(classmethod):  # type: ignore[type-arg]
 def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
     """Return the attribute at ``place`` around the callables ``woven``, by part: "" but for properties."""
     raw, owner = place.raw, place.owner
-    if is_a(raw, PROPERTIES):
+    if is_a(raw, property):
         functions = {name: getattr(raw, name) for name in PROPERTY_PARTS}
         functions.update({part or "fget": function for part, function in woven.items()})
         return _rebuilt(raw, *functions.values())
@@ -266,7 +265,7 @@ def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
     return _OfMetaclass(woven[""]) if is_class(owner) else types.MethodType(woven[""], owner)
 
 
-_KINDS = (*PROPERTIES, staticmethod, classmethod, functools.cached_property)
+_KINDS = (property, staticmethod, classmethod, functools.cached_property)
 
 
 def _kind_of(raw: Any) -> type | None:
@@ -275,7 +274,7 @@ def _kind_of(raw: Any) -> type | None:
 
 def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
     """Return a descriptor of the same type around new functions; itself if it has the same."""
-    parts = PROPERTY_PARTS if is_a(descriptor, PROPERTIES) else ("__func__",)
+    parts = PROPERTY_PARTS if is_a(descriptor, property) else ("__func__",)
     held = [getattr(descriptor, part) for part in parts]
     wanted = [new(value) for value in held]
     if all(now is then for now, then in zip(wanted, held)):
@@ -290,7 +289,7 @@ def _rebuilt(descriptor: Any, *functions: Any) -> Any:
     """
     kind: Any = _kind_of(descriptor)
     anew = kind.__new__(type(descriptor))
-    kind.__init__(anew, *functions, *([descriptor.__doc__] if kind in PROPERTIES else ()))
+    kind.__init__(anew, *functions, *([descriptor.__doc__] if kind is property else ()))
     for slot, value in filled_slots(descriptor):
         slot.__set__(anew, value)
     for name, value in namespace(descriptor).items():

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from sgl_aspects.weaving.attributes import (
     MISSING,
-    PROPERTIES,
     Attributes,
     OwnDict,
     bases,
@@ -277,7 +276,7 @@ class _Collected:
                         _replace_in_class(cls, self._new)
             elif is_a(referrer, types.MethodType):
                 anew += self._bound_anew(referrer)
-            elif is_a(referrer, (staticmethod, classmethod, *PROPERTIES)):
+            elif is_a(referrer, (staticmethod, classmethod, property)):
                 remade = descriptor_anew(referrer, self._new)
                 anew += [Pair(referrer, remade, exclude=self.kept)] if remade is not referrer else []
             elif is_a(referrer, types.FrameType):
@@ -403,7 +402,7 @@ def describe(obj: Any) -> str:
     """Return the qualified name of a function or class, with its module."""
     if is_a(obj, (classmethod, staticmethod, types.MethodType)):
         return describe(obj.__func__)
-    if is_a(obj, PROPERTIES):
+    if is_a(obj, property):
         return describe(obj.fget)
     if is_a(obj, (types.FunctionType, types.BuiltinFunctionType, type)):
         return class_name(obj) if is_class(obj) else f"{obj.__module__}:{obj.__qualname__}"

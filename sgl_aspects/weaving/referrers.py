@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sgl_aspects import compat
-from sgl_aspects.weaving.attributes import PROPERTIES, class_module, derives, is_a, is_class, namespace
+from sgl_aspects.weaving.attributes import class_module, derives, is_a, is_class, namespace
 from sgl_aspects.weaving.hooks import Advice, HookType
 
 # -- the search ----------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _containers_in(hook: Any) -> Iterator[Any]:
         for member in namespace(hook).values():
             if is_a(member, (classmethod, staticmethod)):
                 member = member.__func__
-            parts = (member.fget, member.fset, member.fdel) if is_a(member, PROPERTIES) else (member,)
+            parts = (member.fget, member.fset, member.fdel) if is_a(member, property) else (member,)
             for part in parts:
                 if is_a(part, types.FunctionType):
                     yield from _containers_in(part)

@@ -101,23 +101,6 @@ def test_instances_do_not_have_a_hooked_method_of_the_metaclass(engine: Any) -> 
     assert "of" not in vars(engine.Made)
 
 
-def test_properties_of_enumerations(engine: Any) -> None:
-    source = """
-    import enum, types
-    class Color(enum.Enum):
-        RED = 1
-        @types.DynamicClassAttribute
-        def shade(self): return f"shade of {self.name}"
-    """
-    exec(textwrap.dedent(source), vars(engine))
-    raw, names = vars(engine.Color)["shade"], list(vars(engine.Color))
-    with aspects.woven(around("engine:Color.shade", hooked)):
-        assert engine.Color.RED.shade == ("hooked", "shade of RED")
-        assert engine.Color(1) is engine.Color.RED
-    assert vars(engine.Color)["shade"] is raw
-    assert list(vars(engine.Color)) == names
-
-
 @pytest.fixture
 def odd() -> Iterator[Any]:
     with module_of(ODD_DESCRIPTORS) as module:
