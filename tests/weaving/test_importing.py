@@ -410,22 +410,6 @@ def test_a_module_sees_its_own_loader(engine: Engine) -> None:
         assert found is pkg.__spec__
 
 
-def test_what_asks_for_a_spec_without_importing_is_served(engine: Engine) -> None:
-    engine.write("pkg/mod.py", "def f(): return []\n")
-    with aspects.woven(mark("pkg.mod:f")):
-        spec = importlib.util.find_spec("pkg.mod")
-        assert spec is not None
-        assert spec.loader is not None
-        assert "def f" in spec.loader.get_source("pkg.mod")  # type: ignore[attr-defined]
-        assert spec.loader.is_package("pkg.mod") is False  # type: ignore[attr-defined]
-        assert "pkg.mod" not in sys.modules
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        # Run by hand and never put into sys.modules.
-        assert "f" in vars(module)
-        assert engine.load("pkg.mod").f() == ["hook"]
-
-
 def test_run_as_a_program(engine: Engine) -> None:
     engine.write("pkg/mod.py", "def f(): return []\nif __name__ == '__main__': print(f())\n")
     ended = engine.run(
@@ -644,30 +628,6 @@ def test_a_callback_when_a_module_has_loaded(engine: Engine, moment: str) -> Non
     if moment == "loaded":
         ask()
     assert told.seen == [True]
-
-
-def test_other_finders_are_asked_in_their_order_and_once(engine: Engine) -> None:
-    asked: list[str] = []
-
-    class Finder:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-            if name == "mod":
-                asked.append(self.name)
-
-    finders: list[Any] = [Finder("first"), Finder("second")]
-    engine.write("mod.py", "def f(): return []\n")
-    sys.meta_path.insert(0, finders[0])
-    try:
-        with aspects.woven(mark("mod:f")):
-            sys.meta_path.insert(0, finders[1])
-            assert engine.load("mod").f() == ["hook"]
-        assert asked == ["second", "first"] or sorted(asked) == ["first", "second", "second"]
-    finally:
-        for finder in finders:
-            sys.meta_path.remove(finder)
 
 
 def test_the_import_system_is_as_before_when_the_last_hook_has_gone(engine: Engine) -> None:

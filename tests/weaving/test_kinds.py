@@ -428,14 +428,6 @@ def compare_arguments(engine: Any, case: Case, seen: list[Any]) -> None:
         assert (args, kwargs) == eval(expected_text, namespace)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.path)
-def test_a_bare_run_gives_what_a_hooked_one_does(engine: Any, case: Case) -> None:
-    """The other order: never hooked, and hooked afterwards, each in a fresh module."""
-    bare = [outcome(engine, call) for call in case.calls]
-    with module_of(SOURCE) as other, aspects.woven(around(f"engine:{case.path}")):
-        assert [outcome(other, call) for call in case.calls] == bare
-
-
 @pytest.mark.parametrize(
     "path",
     [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import sgl_aspects as aspects
-from sgl_aspects import HookRegistry, HookSource, HookType, Result, State, Target, plugin_hook
+from sgl_aspects import HookRegistry, HookSource, HookType, State, Target, plugin_hook
 from sgl_aspects.errors import HookError, MissingTargetError, TargetError
 from tests.support.stand_ins import Engine
 
@@ -281,30 +281,6 @@ def test_one_hook_registered_twice_on_one_target_runs_twice(module: Any) -> None
     assert module.f() == ["f", 1]
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
-def test_what_sglang_spoils_stays_what_it_is(module: Any) -> None:
-    import asyncio
-    import inspect
-
-    HookRegistry.register("mod.fetch", adding("hook"))
-    HookRegistry.register("mod.cached", lambda result, *args: result + 1)
-    HookRegistry.register("mod.C.size", lambda result, self: result + 1)
-    HookRegistry.register("mod.g", lambda result: Result(None))
-    HookRegistry.register("mod.other", adding("outer"), order=5)
-    HookRegistry.register("mod.other", adding("inner"), order=-5)
-    HookRegistry.apply_hooks()
-    assert inspect.iscoroutinefunction(module.fetch)
-    assert asyncio.run(_awaited(module.fetch())) == ["fetched", "hook"]
-    assert module.cached(4) == 9
-    assert module.cached.cache_info().misses == 1
-    assert module.C().size == 5
-    assert module.g() is None
-    assert module.other() == ["other", "inner", "outer"]
-
-
 def test_sources_are_kept_and_shown(module: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert HookSource("name", "dist") == ("name", "dist")
     assert HookSource("name").dist_name is None
@@ -464,13 +440,6 @@ def test_observers_in_every_form(module: Any) -> None:
     ]
     assert [hook.calls for hook in aspects.report().hooks] == [1, 1]
     handle.remove()
-
-
-def test_what_carries_no_hooks_cannot_be_woven(module: Any) -> None:
-    for thing in (print, module, "mod:f", adding("plain"), object()):
-        with pytest.raises(HookError, match="carries no hooks; decorate it with before"):
-            aspects.weave(thing)
-    assert aspects.weave().states == ()
 
 
 @pytest.mark.parametrize("hook", [print, functools.partial(print), "text".upper])

@@ -251,24 +251,6 @@ def test_a_profiler_sees_as_many_calls_end_as_begin(mod: Any) -> None:
         assert events.count(("call", name)) == events.count(("return", name)) == 2
 
 
-def test_a_finder_that_asks_all_finders_is_not_asked_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As watchers of other tools do, which stand beside ours."""
-
-    class Asking:
-        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-            specs = (one.find_spec(name, path, target) for one in sys.meta_path if one is not self)
-            return next((spec for spec in specs if spec is not None), None)
-
-    (tmp_path / "asked_by_all.py").write_text("def f(): return 'f'")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "meta_path", [Asking(), *sys.meta_path])
-    with aspects.woven(around("asked_by_all:f", hooked)):
-        module = importlib.import_module("asked_by_all")
-        assert module.f() == ("hooked", "f")
-
-
 @pytest.fixture
 def one() -> Iterator[Any]:
     with module_of("def f(x=1): return ('f', x)") as module:
