@@ -28,11 +28,11 @@ LONGER = {
     "tracing/test_otlp.py": 429,
     "weaving/test_classes.py": 696,
     "weaving/test_hooks.py": 689,
-    "weaving/test_importing.py": 854,
-    "weaving/test_kinds.py": 1077,
-    "weaving/test_rebinding.py": 793,
-    "weaving/test_registry.py": 530,
-    "weaving/test_targets.py": 584,
+    "weaving/test_importing.py": 785,
+    "weaving/test_kinds.py": 1040,
+    "weaving/test_rebinding.py": 776,
+    "weaving/test_registry.py": 499,
+    "weaving/test_targets.py": 583,
 }
 
 
