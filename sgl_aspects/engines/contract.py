@@ -66,7 +66,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "describe_worker": ("description",),
     "forward": ("model_runner", "batch"),
     "graph_decision": (),
-    "graph_mode": ("graph",),
+    "graph_mode": ("graph",),  # of a result that is a tuple, its first value says it
     "graph_launch": (),
     "graph_replay": (),
     "sample": (),
@@ -218,6 +218,8 @@ class Batch:
     num_tokens: int
     prefills: Sequence[tuple[Any, int, bool | None]]  # request, tokens, whether these are the last
     finished: Sequence[Any]  # its requests that have ended
+    #: Mode, requests and shared id, where reading each takes a call; None: an empty batch, which is no step.
+    summary: tuple[Any, Sequence[Any], int | None] | None
 
 
 class Mode:

@@ -7,7 +7,6 @@ workers (``SchedulerOutput``), and prompts and decodes are mixed in it.
 
 from __future__ import annotations
 
-import functools
 import re
 import time
 import zlib
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 from sgl_aspects.engines.base import Engine, Outcome, Role
 from sgl_aspects.engines.device import platform_of
 from sgl_aspects.engines.vllm import disaggregation, processes
+from sgl_aspects.engines.vllm.scheduler import Scheduled
 
 _ENGINE = "vllm.v1.engine"
 _LLM = f"{_ENGINE}.async_llm:AsyncLLM"
@@ -138,12 +138,6 @@ def _outputs(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) 
 # -- a batch, in the engine core and in its workers -------------------------------------------------------
 
 
-def _launched(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
-    """Return the batch; None for one without requests, which only lists ended ones for the workers."""
-    batch = args[1] if len(args) > 1 else kwargs["scheduler_output"]
-    return batch if batch.num_scheduled_tokens else None
-
-
 _verified = Role((), ("_", "_", "drafted:num_draft_tokens", "_", "invalid:num_invalid_spec_tokens"))
 
 
@@ -195,8 +189,15 @@ def shared_id(batch: Any) -> int | None:
         rid, computed, output = first.req_id, first.num_computed_tokens, 0
     else:
         return None
-    place = (computed * 0x9E37_79B1 + output * 0x85EB_CA6B) & 0xFFF_FFFF
-    return int(1 << 63 | zlib.crc32(rid.encode()) << 28 | place)
+    return _key(rid) | _place(computed, output)
+
+
+def _key(rid: str) -> int:
+    return 1 << 63 | zlib.crc32(rid.encode()) << 28
+
+
+def _place(computed: int, output: int) -> int:
+    return (computed * 0x9E37_79B1 + output * 0x85EB_CA6B) & 0xFFF_FFFF
 
 
 def _graph(result: Any) -> str | None:
@@ -205,28 +206,48 @@ def _graph(result: Any) -> str | None:
     return None if mode is None else "eager" if mode.name == "NONE" else "replayed"
 
 
-@functools.cache
-def _scheduled() -> Any:
-    from sgl_aspects.engines.vllm.scheduler import Scheduled
-
-    return Scheduled()
+_scheduled = Scheduled()
 
 
 def _reqs(batch: Any) -> Any:
     """Return the ids of its requests; the same object while they are the same."""
-    global _latest, _latest_ids
+    global _latest, _latest_ids, _latest_key
     reqs, ids = batch.num_scheduled_tokens, batch.scheduled_cached_reqs.req_ids
-    if ids == _latest_ids and len(reqs) == len(ids):  # nearly every step: it decodes, and has no new ones
-        return _latest
     if reqs.keys() != _latest.keys():
         _latest = reqs
-    _latest_ids = list(ids) if len(reqs) == len(ids) else None
+    _latest_ids = list(ids) if len(reqs) == len(ids) else []
+    _latest_key = _key(ids[0]) if _latest_ids else 0
     return _latest
 
 
 _latest: dict[str, int] = {}
-#: Of the same requests, in the order of the message; None unless it lists all of them.
-_latest_ids: list[str] | None = None
+#: Of the same requests, in the order of the message, and the first one's part of the shared id; empty unless
+#: the message lists all of them.
+_latest_ids: list[str] = []
+_latest_key = 0
+
+
+def _summary(batch: Any) -> tuple[_Mode, Any, int | None] | None:
+    """Return mode, requests and shared id; None for a batch without requests, which only lists ended ones for
+    the workers. Nearly every step decodes the requests of the one before: that takes no other call.
+    """
+    cached, tokens = batch.scheduled_cached_reqs, batch.num_scheduled_tokens
+    if _scheduled.seen:
+        _scheduled.begin_transfers()
+    if not tokens:
+        return None
+    if (
+        cached.req_ids == _latest_ids
+        and len(tokens) == len(_latest_ids) == batch.total_num_scheduled_tokens
+        and not cached.resumed_req_ids
+        and 0 not in cached.num_output_tokens
+    ):
+        return (
+            _DECODE,
+            _latest,
+            _latest_key | _place(cached.num_computed_tokens[0], cached.num_output_tokens[0]),
+        )
+    return _mode(batch), _reqs(batch), shared_id(batch)
 
 
 VLLM = Engine(
@@ -273,7 +294,6 @@ VLLM = Engine(
         "run_batch": Role(
             (f"{_EXECUTOR}.execute_model",),
             ("_", "batch:scheduler_output"),
-            reads={"batch": _launched},
             required=True,
         ),
         "process_batch_result": Role(
@@ -344,9 +364,10 @@ VLLM = Engine(
         "mode.name": "name",
         "mode.is_speculative": "is_speculative",
         "batch.reqs": _reqs,
-        "batch.prefills": lambda batch: _scheduled().prompts(batch),
+        "batch.prefills": _scheduled.prompts,
         "batch.num_tokens": "total_num_scheduled_tokens",
         "batch.shared_id": shared_id,
+        "batch.summary": _summary,
         "scheduler.waiting": lambda scheduler: len(scheduler.waiting),
         "scheduler.running": lambda scheduler: len(scheduler.running),
         "scheduler.kv_usage": "kv_cache_manager.usage",
@@ -354,6 +375,6 @@ VLLM = Engine(
         "model_runner.platform": lambda runner: platform_of(str(runner.device)),
     },
     own_roles=disaggregation.ROLES,
-    observers=lambda trackers: _scheduled().observations(trackers),
+    observers=_scheduled.observations,
     outcomes={"repetition": Outcome.STOPPED},
 )

@@ -28,7 +28,6 @@ from sgl_aspects.tracing.observers.process import PreparationObserver, ProcessOb
 from sgl_aspects.tracing.observers.queue import QueueObserver
 from sgl_aspects.tracing.observers.serving import DetokenizerObserver, ServingObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
-from sgl_aspects.tracing.observers.worker import WorkerObserver
 from sgl_aspects.tracing.options import DEFAULTS, TraceOptions
 from sgl_aspects.tracing.record.recorder import Recorder
 
@@ -72,9 +71,9 @@ def _weave_engine(
 ) -> Trackers:
     trackers = Trackers.of(engine, recorder, options)
     undo.append(add_source(trackers.steps.current_span))
-    worker = WorkerObserver(trackers)
-    woven = WovenLevels(engine, [*_observations(trackers), *worker.observations()])
-    undo += [worker.flush, woven.remove, trackers.steps.flush]
+    forward = ForwardObserver(trackers)
+    woven = WovenLevels(engine, [*_observations(trackers), *forward.observations()])
+    undo += [forward.worker.flush, woven.remove, trackers.steps.flush]
     trackers.steps.on_level = woven.set_level
     woven.set_level(recorder.level)
     return trackers
@@ -166,7 +165,6 @@ def _observations(trackers: Trackers) -> Iterator[Observation]:
     yield from QueueObserver(trackers).observations()
     yield from AloneObserver(trackers).observations()
     yield from StepObserver(trackers).observations()
-    yield from ForwardObserver(trackers).observations()
     yield from PreparationObserver(trackers).observations()
     yield from DetailObserver(trackers).observations()
     if engine.observers is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Step, StepTracker, Trackers
+from sgl_aspects.tracing.observers.worker import WorkerPasses
 from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.format import (
     CHILD_FORWARD,
@@ -40,8 +41,8 @@ class ForwardObserver(native.ForwardPath):
     """Stores the timestamps of ``forward`` and ``sample`` in the running step, with the device's time.
 
     A nested pass (a draft model's) belongs to the outer one. Outside a step (a warm-up, the capture of a
-    graph) nothing is stored. The compiled path, where available, handles plain passes and calls these methods
-    for the others.
+    graph) nothing is stored, except by ``worker`` where the step runs in another process. The compiled path,
+    where available, handles plain passes and calls these methods for the others.
     """
 
     tracker: StepTracker
@@ -54,6 +55,8 @@ class ForwardObserver(native.ForwardPath):
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine
         self.tracker, self._recorder = trackers.steps, trackers.recorder
+        self.worker = WorkerPasses(trackers)
+        self.is_joined = engine.has("batch.shared_id")
         self._runner = engine.call_reader("forward", "model_runner")
         self.runner_at = engine.position("forward", "model_runner")
         self._platform_of = engine.reader("model_runner.platform")
@@ -61,6 +64,8 @@ class ForwardObserver(native.ForwardPath):
         self._graph_mode = engine.call_reader("graph_mode", "graph")
         self._has_graphs = not engine.roles.keys().isdisjoint(("graph_launch", "graph_replay", "graph_mode"))
         self.eager_text = self.replayed_text = self.device_text = self.stream_handle = 0
+        #: The first value of the latest results of ``graph_mode``: replayed, and eager.
+        self.replayed_value = self.eager_value = None
         self.met_steps = self.met_runner = None
         self._platform: Any = None
         self.has_events = False
@@ -75,15 +80,17 @@ class ForwardObserver(native.ForwardPath):
         self.passes = self.replays = 0
 
     def observations(self) -> list[Observation]:
-        enter, leave = self._enter, self._exit
-        launch, launched = self._launch_enter, self._launch_exit
-        if native.compiled is not None:
-            enter, leave = self.forward_enter, self.forward_exit
-            launch, launched = self.launch_enter, self.launch_exit
+        # In a process without steps it detects changes of the level.
+        level = 1 if self.is_joined else 3
+        enter, leave, launch, launched, decided = (
+            (self._enter, self._exit, self._launch_enter, self._launch_exit, self._graph_mode_exit)
+            if native.compiled is None
+            else (self.forward_enter, self.forward_exit, self.launch_enter, self.launch_exit, self.mode_exit)
+        )
         found = [
-            Observation("forward", enter, leave, 3, native.WatchedCall),
+            Observation("forward", enter, leave, level, native.WatchedCall),
             Observation("graph_decision", None, self._decision_exit, 3),
-            Observation("graph_mode", None, self._graph_mode_exit, 3),
+            Observation("graph_mode", None, decided, 3, native.WatchedCall),
             Observation("graph_launch", launch, launched, 3, native.WatchedCall),
             Observation("sample", self._sample_enter, self._sample_exit, 4),
         ]
@@ -91,9 +98,11 @@ class ForwardObserver(native.ForwardPath):
             found.append(Observation("graph_replay", self._replay_enter, None, 3))
         return found
 
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = self.tracker.running
-        if step is None or not step.id or self.step is not None:
+        if step is None and self.is_joined:
+            return self.worker.forward_enter(args, kwargs)
+        if step is None or not step.id or self.step is not None or self.tracker.level < 3:
             return None
         runner = self._runner(args, kwargs)
         if runner is not self.met_runner or step.steps is not self.met_steps:
@@ -113,8 +122,11 @@ class ForwardObserver(native.ForwardPath):
         self.step = step  # last: its exit, which releases it, comes only after this
         return step
 
-    def _exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
+    def _exit(self, step: Any, result: Any, error: BaseException | None) -> None:
         if step is None:
+            return
+        if not isinstance(step, Step):
+            self.worker.forward_exit(step, error)
             return
         step.child = CHILD_RUN_BATCH
         self.step = None
@@ -142,9 +154,18 @@ class ForwardObserver(native.ForwardPath):
                 self._begin_on_device()
 
     def _graph_mode_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        step, label = self.step, self._graph_mode((), {}, result)
-        if step is not None and label is not None:
-            step.words[step.block + STEP_GRAPH] = self._recorder.text(label)
+        label = None if error is not None else self._graph_mode((), {}, result)
+        if label is None:
+            return
+        if self.step is None:
+            self.worker.graph = label
+            return
+        value = result[0] if isinstance(result, tuple) and result else None
+        if label != "replayed":
+            self.eager_value = value
+            return
+        self.replayed_value = value
+        self._launch_enter((), {})
 
     def _replay_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.step
@@ -182,9 +203,11 @@ class ForwardObserver(native.ForwardPath):
         self.events[0](self.stream)
         self.has_begun = True
 
-    def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+    def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tracker = self.tracker
         step = tracker.running
+        if self.worker.step_id:
+            return self.worker.sample_enter()
         if step is None:  # a wait for the previous result: it belongs to the batch launched last
             step = tracker.in_flight[-1] if tracker.in_flight else None
         if step is None or not step.id:
@@ -193,8 +216,11 @@ class ForwardObserver(native.ForwardPath):
         tracker.running, step.child = step, CHILD_SAMPLE
         return step
 
-    def _sample_exit(self, step: Step | None, result: Any, error: BaseException | None) -> None:
+    def _sample_exit(self, step: Any, result: Any, error: BaseException | None) -> None:
         if step is None:
+            return
+        if not isinstance(step, Step):
+            self.worker.sample_exit(step, error)
             return
         now, tracker = monotonic_ns(), self.tracker
         step.words[step.block + SAMPLE_END] = now

@@ -57,7 +57,8 @@ class StepObserver(native.StepPath):
         self._processed_batch = call("process_batch_result", "batch")
         self._result = call("process_batch_result", "result")
         self._receiving = call("receive_messages", "scheduler")
-        self._mode_and_reqs = engine.values_reader("batch", ("mode", "reqs"))
+        each = engine.values_reader("batch", ("mode", "reqs", "shared_id"))
+        self._summary = engine.reader("batch.summary") if engine.has("batch.summary") else each
         self._mode_name = reader("mode.name") if engine.has("mode.name") else str
         self._is_speculative = reader("mode.is_speculative")
         self._rid = reader("req.rid")
@@ -70,7 +71,6 @@ class StepObserver(native.StepPath):
         self._outcome = engine.outcome
         self._output_tokens = reader("req.output_tokens")
         self._step_number = reader("batch.step_id")
-        self._shared_id = reader("batch.shared_id") if engine.has("batch.shared_id") else None
         self._queues = engine.values_reader("scheduler", ("waiting", "running"))
         self._kv_usage = reader("scheduler.kv_usage")
         self._is_idle = reader("scheduler.is_idle")
@@ -87,9 +87,9 @@ class StepObserver(native.StepPath):
         self.processing_at = engine.position("process_batch_result", "scheduler")
         self.processed_at = engine.position("process_batch_result", "batch")
         self.result_at = engine.position("process_batch_result", "result")
-        names = ("mode", "reqs", "step_id", "shared_id")
+        names = ("summary", "mode", "reqs", "step_id", "shared_id")
         sources = [self._source(engine, f"batch.{name}") for name in names]
-        self.mode_source, self.reqs_source, self.number_source, self.id_source = sources
+        self.summary_source, self.mode_source, self.reqs_source, self.number_source, self.id_source = sources
         # Of the latest batch: most decode steps repeat it.
         self.mode = self.reqs = None
         self._mode_text = ""
@@ -163,9 +163,10 @@ class StepObserver(native.StepPath):
     def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = monotonic_ns()
         batch = self._ran(args, kwargs)
-        if batch is None:
+        summary = None if batch is None else self._summary(batch)
+        if summary is None:
             return None  # an empty batch
-        mode, reqs = self._mode_and_reqs(batch)
+        mode, reqs, shared_id = summary
         if mode is not self.mode:
             self._meet_mode(mode)
         size = len(reqs) if reqs else 0
@@ -181,8 +182,7 @@ class StepObserver(native.StepPath):
         tracker = self.tracker
         if reqs is not self.reqs or size != self.size:
             self._link(reqs, size)
-        shared_id = 0 if self._shared_id is None else self._shared_id(batch) or 0
-        step = tracker.begin(now, batch, self._mode_text, size, tokens, shared_id)
+        step = tracker.begin(now, batch, self._mode_text, size, tokens, shared_id or 0)
         if prefill:
             if step is None:
                 step = tracker.begin_unrecorded(batch)

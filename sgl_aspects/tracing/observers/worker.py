@@ -10,7 +10,6 @@ import collections
 from time import monotonic_ns
 from typing import Any
 
-from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.recorder import in_sample
@@ -22,8 +21,11 @@ _MOST_WAITING = 64
 _DEVICE_TIME = 4  # index of its value
 
 
-class WorkerObserver:
-    """Writes ``forward``, and at level 4 ``sample``, unless steps run in this process."""
+class WorkerPasses:
+    """Writes ``forward``, and at level 4 ``sample``, where steps run in another process.
+
+    ``step_id``: the step of the latest pass, 0 if it is not recorded; ``graph``: how that pass ran.
+    """
 
     def __init__(self, trackers: Trackers) -> None:
         engine = trackers.engine
@@ -32,26 +34,14 @@ class WorkerObserver:
         self._write_sample = trackers.recorder.spans(SAMPLE)
         self._batch = engine.call_reader("forward", "batch")
         self._runner = engine.call_reader("forward", "model_runner")
-        self._graph_mode = engine.call_reader("graph_mode", "graph")
-        self._is_joined = engine.has("batch.shared_id")
         self._shared_id = engine.reader("batch.shared_id")
         self._values = engine.values_reader("batch", ("mode", "reqs", "num_tokens"))
         self._mode_name = engine.reader("mode.name")
         self._platform_of = engine.reader("model_runner.platform")
-        #: Of the latest pass: the step's id, 0 if it is not recorded.
-        self._step_id = 0
-        self._graph: str | None = None
+        self.step_id = 0
+        self.graph: str | None = None
         self._has_events = True
         self._waiting: collections.deque[tuple[Any, Any]] = collections.deque()
-
-    def observations(self) -> list[Observation]:
-        if not self._is_joined:
-            return []
-        return [
-            Observation("forward", self._forward_enter, self._forward_exit),  # detects changes of the level
-            Observation("graph_mode", None, self._graph_exit, 3),
-            Observation("sample", self._sample_enter, self._sample_exit, 4),
-        ]
 
     def flush(self) -> None:
         """Record the passes that still wait for the device, without its time: there is no later read."""
@@ -59,11 +49,9 @@ class WorkerObserver:
         while self._waiting:
             self._write_forward(*self._waiting.popleft()[0])
 
-    def _forward_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder, tracker = self._recorder, self._tracker
-        self._step_id = 0
-        if tracker.running is not None:
-            return None
+        self.step_id = 0
         if recorder.level != tracker.level:
             tracker.follow_level(recorder.level)
         if recorder.level < 3:
@@ -72,7 +60,7 @@ class WorkerObserver:
         step_id = self._shared_id(batch) or 0
         if not step_id or not in_sample(step_id, recorder.sample):
             return None
-        self._step_id, self._graph = step_id, None
+        self.step_id, self.graph = step_id, None
         platform = self._platform_of(self._runner(args, kwargs))
         events, stream = self._take_events(platform)
         start_ns = monotonic_ns()
@@ -80,16 +68,14 @@ class WorkerObserver:
             events[0](stream)
         return start_ns, step_id, batch, platform, events, stream
 
-    def _forward_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        if token is None:
-            return
+    def forward_exit(self, token: Any, error: BaseException | None) -> None:
         start_ns, step_id, batch, platform, events, stream = token
         if events is not None:
             events[1](stream)
         end_ns = monotonic_ns()
         mode, reqs, num_tokens = self._values(batch)
         name = getattr(platform, "device_name", None)
-        values = [self._mode_name(mode), len(reqs), num_tokens, name, None, self._graph]
+        values = [self._mode_name(mode), len(reqs), num_tokens, name, None, self.graph]
         run_id = layout.child_id(step_id, layout.CHILD_RUN_BATCH)
         span = (self._recorder.new_id(), step_id, run_id, start_ns, end_ns, values, error_type(error))
         if events is None:
@@ -98,16 +84,10 @@ class WorkerObserver:
         self._waiting.append((span, events))
         self._read_events()
 
-    def _graph_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        if self._step_id:
-            self._graph = self._graph_mode((), {}, result)
+    def sample_enter(self) -> Any:
+        return (monotonic_ns(), self.step_id) if self._recorder.level >= 4 else None
 
-    def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (monotonic_ns(), self._step_id) if self._step_id and self._recorder.level >= 4 else None
-
-    def _sample_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        if token is None:
-            return
+    def sample_exit(self, token: Any, error: BaseException | None) -> None:
         start_ns, step_id = token
         run_id = layout.child_id(step_id, layout.CHILD_RUN_BATCH)
         span_id = self._recorder.new_id()

@@ -90,15 +90,45 @@ def test_the_requests_of_a_batch_are_one_object_while_they_are_the_same() -> Non
     assert read(decode("c", "a")) == read(decode("a", "c"))
 
 
+MESSAGES = (
+    batch(new={"a": 5}),
+    batch(cached={"a": (5, 1)}, new={"b": 7}),
+    *(batch(cached={"a": (5 + n, 1 + n), "b": (7 + n, n)}) for n in range(1, 4)),
+    batch(),
+    batch(cached={"b": (11, 4)}),
+    batch(cached={"b": (12, 5)}, tokens={"b": 3}, guessed={"b": [8, 9]}),
+    batch(cached={"b": (12, 5)}),
+    batch(cached={"b": (0, 6)}, resumed=("b",), tokens={"b": 18}),
+    batch(cached={"b": (64, 0)}),
+)
+
+
+def test_a_summary_says_in_one_call_what_each_reader_says() -> None:
+    mode, reqs, summary = (VLLM.reader(f"batch.{name}") for name in ("mode", "reqs", "summary"))
+    for message in MESSAGES:
+        expected = mode(message), dict.fromkeys(reqs(message)), shared_id(message)
+        for _ in range(2):
+            found = summary(message)
+            if not message.num_scheduled_tokens:
+                assert found is None
+                continue
+            assert (found[0], dict.fromkeys(found[1]), found[2]) == expected
+
+
 def test_prompts_are_known_chunk_by_chunk_though_decodes_are_mixed_in() -> None:
     scheduled = Scheduled()
     requests = {rid: SimpleNamespace(is_prefill_chunk=False, pooling_params=None) for rid in ("a", "b")}
-    scheduler = SimpleNamespace(requests=requests)
+
+    class Scheduler:
+        def __init__(self) -> None:
+            self.requests = requests
+
+    scheduler = Scheduler()
+    scheduled.meet(scheduler)
 
     def schedule(message: Any, **more_to_come: bool) -> list[tuple[str, int, bool]]:
         for rid, more in more_to_come.items():
             requests[rid].is_prefill_chunk = more
-        scheduled._schedule_exit(scheduler, message, None)
         return scheduled.prompts(message)
 
     assert schedule(batch(new={"a": 64}), a=True) == [("a", 64, False)]

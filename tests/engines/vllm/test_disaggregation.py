@@ -72,7 +72,9 @@ class FakeScheduler:
     def __init__(self, **parameters: Any) -> None:
         self.memory = Memory()
         self.trackers = Trackers.of(VLLM, self.memory, DEFAULTS)
-        self._observed = {each.role: each for each in Scheduled().observations(self.trackers)}
+        self._scheduled = Scheduled()
+        self._observed = {each.role: each for each in self._scheduled.observations(self.trackers)}
+        self._scheduled.meet(self)
         self.request = request("r", **parameters)
         self.request.is_prefill_chunk, self.request.num_output_tokens = False, 1
         self.request.get_finished_reason = lambda: "length"
@@ -90,12 +92,11 @@ class FakeScheduler:
         new = [SimpleNamespace(req_id="r")] if tokens else []
         cached = SimpleNamespace(resumed_req_ids=set())
         counts = {"r": tokens} if tokens else {}
-        leave = self._observed["schedule"].exit
-        assert leave is not None
         message = SimpleNamespace(
             scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts
         )
-        leave(self, message, None)
+        self._scheduled.begin_transfers()
+        self._scheduled.prompts(message)
 
     def prefill(self) -> None:
         tracked = self.trackers.requests.requests["r"]

@@ -115,8 +115,9 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *tracker, *slots, *requests, *preempted, *busy, *mode, *reqs;
-    /* Of a batch: an attribute's name, or a function. The last two are None where a batch has none. */
-    PyObject *mode_source, *reqs_source, *number_source, *id_source;
+    /* Of a batch: an attribute's name, or a function; None where a batch has none. The summary is a tuple of mode,
+       requests and id. */
+    PyObject *summary_source, *mode_source, *reqs_source, *number_source, *id_source;
     Py_ssize_t ran_at, processing_at, processed_at, result_at, size, known;
     unsigned long long read_ns, waiting, running, usage;
     char decodes, measures;
@@ -124,10 +125,10 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tracker, *step, *events, *stream, *met_runner, *met_steps;
+    PyObject *tracker, *step, *events, *stream, *met_runner, *met_steps, *replayed_value, *eager_value;
     Py_ssize_t runner_at;
     unsigned long long stream_handle, eager_text, replayed_text, device_text, passes, expects, replays;
-    char has_begun, has_ended, has_parts, has_events;
+    char has_begun, has_ended, has_parts, has_events, is_joined;
 } ForwardPath;
 
 /* An event of the device, recorded by a function in C. */
@@ -407,7 +408,7 @@ elapsed(PyObject *events)
 /* -- a step: scheduled, launched, its result processed ----------------------------------------------------- */
 
 static PyObject *s_schedule_exit, *s_run_enter, *s_run_exit, *s_process_enter, *s_process_exit;
-static PyObject *s_read_late, *s_forward_enter, *s_forward_exit, *s_launch_enter;
+static PyObject *s_read_late, *s_forward_enter, *s_forward_exit, *s_launch_enter, *s_mode_exit;
 
 static PyObject *
 StepPath_schedule_enter(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
@@ -436,6 +437,47 @@ StepPath_schedule_exit(PyObject *object, PyObject *const *args, Py_ssize_t count
     Py_RETURN_NONE;
 }
 
+/* Whether the batch has the mode and the requests of the one before; -1 with an exception set. Its shared id, 0 for
+   none. */
+static int
+repeats(StepPath *self, PyObject *batch, uint64_t *id)
+{
+    PyObject *summary = NULL, *mode, *reqs, *shared = NULL;
+    int is_same = -1;
+    if (!is_none(self->summary_source)) {
+        summary = read_from(batch, self->summary_source);
+        if (summary == NULL)
+            return -1;
+        if (!PyTuple_CheckExact(summary) || PyTuple_GET_SIZE(summary) != 3) {
+            Py_DECREF(summary);
+            return 0;
+        }
+        mode = Py_NewRef(PyTuple_GET_ITEM(summary, 0));
+        reqs = Py_NewRef(PyTuple_GET_ITEM(summary, 1));
+        shared = Py_NewRef(PyTuple_GET_ITEM(summary, 2));
+        Py_DECREF(summary);
+    }
+    else {
+        mode = read_from(batch, self->mode_source);
+        reqs = mode == NULL ? NULL : read_from(batch, self->reqs_source);
+    }
+    if (reqs != NULL)
+        is_same = mode == self->mode && reqs == self->reqs && PyObject_Size(reqs) == self->size;
+    if (is_same == 1 && shared == NULL && !is_none(self->id_source)) {
+        shared = read_from(batch, self->id_source);
+        is_same = shared == NULL ? -1 : 1;
+    }
+    *id = 0;
+    if (shared != NULL && shared != Py_None && (*id = PyLong_AsUnsignedLongLong(shared)) == (uint64_t)-1) {
+        PyErr_Clear();
+        *id = 0;
+    }
+    Py_XDECREF(mode);
+    Py_XDECREF(reqs);
+    Py_XDECREF(shared);
+    return is_same;
+}
+
 static PyObject *
 run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
@@ -450,20 +492,11 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     uint64_t level = words[WORD_LEVEL];
     if (batch == Py_None || level != tracker->level)
         goto slow;
-    /* Borrowed references: kept alive by the batch, or the same as before. */
-    PyObject *mode = read_from(batch, self->mode_source);
-    if (mode == NULL)
-        goto unreadable;
-    int is_same = mode == self->mode;
-    Py_DECREF(mode);
-    if (!is_same)
-        goto slow;
-    PyObject *reqs = read_from(batch, self->reqs_source);
-    if (reqs == NULL)
-        goto unreadable;
-    is_same = reqs == self->reqs && PyObject_Size(reqs) == self->size;
-    Py_DECREF(reqs);
-    if (!is_same)
+    uint64_t shared;
+    int is_same = repeats(self, batch, &shared);
+    if (is_same < 0)
+        PyErr_Clear();
+    if (is_same != 1)
         goto slow;
     if (!level || (level == 1 && !self->measures)) {
         tracker->schedule_start = 0;
@@ -471,17 +504,8 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     }
     uint64_t id = 0;
     if (level >= 2) {
-        id = ++tracker->last_id;
-        if (!is_none(self->id_source)) {
-            PyObject *shared = read_from(batch, self->id_source);
-            if (shared == NULL)
-                goto unreadable;
-            if (shared != Py_None && (id = PyLong_AsUnsignedLongLong(shared)) == (uint64_t)-1)
-                PyErr_Clear();
-            Py_DECREF(shared);
-            if (!id || id == (uint64_t)-1)
-                id = tracker->last_id;
-        }
+        tracker->last_id++;
+        id = shared ? shared : tracker->last_id;
         uint64_t sample = words[WORD_SAMPLE];
         if (sample < SAMPLE_ALL && (id * 0x9E3779B9u & 0xFFFFFFFFu) >= sample)
             id = 0;
@@ -514,8 +538,6 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     replace(&step->batch, batch);
     replace(&tracker->running, (PyObject *)step);
     return (PyObject *)step;
-unreadable:
-    PyErr_Clear();
 slow:
     return OTHER_CASE;
 }
@@ -686,7 +708,7 @@ slow:
 
 static PyMemberDef StepPath_members[] = {
     OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, requests), OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
-    OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source), OBJECT(StepPath, id_source),
+    OBJECT(StepPath, summary_source), OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source), OBJECT(StepPath, id_source),
     SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
     SIZE(StepPath, result_at), SIZE(StepPath, size), SIZE(StepPath, known), NUMBER(StepPath, read_ns), NUMBER(StepPath, waiting),
     NUMBER(StepPath, running), NUMBER(StepPath, usage), FLAG(StepPath, decodes), FLAG(StepPath, measures), END};
@@ -696,7 +718,7 @@ static PyMethodDef StepPath_methods[] = {
     FAST(StepPath, schedule_enter), FAST(StepPath, schedule_exit), FAST(StepPath, run_enter),
     FAST(StepPath, run_exit), FAST(StepPath, process_enter), FAST(StepPath, process_exit),
     {NULL, NULL, 0, NULL}};
-COLLECTED(StepPath, tracker, 10)
+COLLECTED(StepPath, tracker, 12)
 
 /* -- its forward pass -------------------------------------------------------------------------------------- */
 
@@ -733,7 +755,9 @@ forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     if (tracker == NULL)
         return OTHER_CASE;
     Step *step = (Step *)tracker->running;
-    if (is_none((PyObject *)step) || !step->id || !is_none(self->step))
+    if (is_none((PyObject *)step) && self->is_joined)
+        return OTHER_CASE; /* the step may run in another process */
+    if (is_none((PyObject *)step) || !step->id || !is_none(self->step) || tracker->level < 3)
         Py_RETURN_NONE;
     if (!is_step((PyObject *)step) || count <= self->runner_at || args[self->runner_at] != self->met_runner
         || step->steps != self->met_steps || !((self->passes + 1) & PASSES_PER_STREAM))
@@ -791,6 +815,22 @@ launch_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_U
 
 PACKED(ForwardPath, launch_enter)
 
+/* The engine has chosen how the pass runs: by the first value of the result, as met before. */
+static PyObject *
+ForwardPath_mode_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    ForwardPath *self = (ForwardPath *)object;
+    if (count == 3 && !is_none(self->step) && PyTuple_Check(args[1]) && PyTuple_GET_SIZE(args[1])
+        && PyTuple_GET_ITEM(args[1], 0) != Py_None) {
+        PyObject *value = PyTuple_GET_ITEM(args[1], 0);
+        PyObject *token = value == self->eager_value ? Py_NewRef(Py_None)
+                          : value == self->replayed_value ? launch_enter(object, NULL, 0) : OTHER_CASE;
+        if (token != OTHER_CASE)
+            return token;
+    }
+    return call_method(object, s_mode_exit, args, count);
+}
+
 static PyObject *
 ForwardPath_launch_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
@@ -834,15 +874,16 @@ ForwardPath_forward_exit(PyObject *object, PyObject *const *args, Py_ssize_t cou
 static PyMemberDef ForwardPath_members[] = {
     OBJECT(ForwardPath, tracker), OBJECT(ForwardPath, step), OBJECT(ForwardPath, events),
     OBJECT(ForwardPath, stream), OBJECT(ForwardPath, met_runner), OBJECT(ForwardPath, met_steps),
+    OBJECT(ForwardPath, replayed_value), OBJECT(ForwardPath, eager_value),
     SIZE(ForwardPath, runner_at), NUMBER(ForwardPath, stream_handle), NUMBER(ForwardPath, eager_text), NUMBER(ForwardPath, replayed_text),
     NUMBER(ForwardPath, device_text), NUMBER(ForwardPath, passes), NUMBER(ForwardPath, expects), NUMBER(ForwardPath, replays),
     FLAG(ForwardPath, has_begun), FLAG(ForwardPath, has_ended), FLAG(ForwardPath, has_parts),
-    FLAG(ForwardPath, has_events), END};
+    FLAG(ForwardPath, has_events), FLAG(ForwardPath, is_joined), END};
 static PyMethodDef ForwardPath_methods[] = {
     FAST(ForwardPath, forward_enter), FAST(ForwardPath, forward_exit), FAST(ForwardPath, launch_enter),
-    FAST(ForwardPath, launch_exit),
+    FAST(ForwardPath, launch_exit), FAST(ForwardPath, mode_exit),
     {NULL, NULL, 0, NULL}};
-COLLECTED(ForwardPath, tracker, 6)
+COLLECTED(ForwardPath, tracker, 8)
 
 /* -- for watched_call.c ------------------------------------------------------------------------------------ */
 
@@ -891,7 +932,8 @@ PyInit__decode_path(void)
                  {&s_run_exit, "_run_exit"},           {&s_process_enter, "_process_enter"},
                  {&s_process_exit, "_process_exit"},
                  {&s_forward_enter, "_enter"},         {&s_forward_exit, "_exit"},
-                 {&s_launch_enter, "_launch_enter"},   {&s_read_late, "read_late"}};
+                 {&s_launch_enter, "_launch_enter"},   {&s_mode_exit, "_graph_mode_exit"},
+                   {&s_read_late, "read_late"}};
     for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
         *names[i].place = PyUnicode_InternFromString(names[i].text);
         if (*names[i].place == NULL)
