@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sgl_aspects as aspects
-from sgl_aspects.engines import EMBEDDED, SGLANG, Engine
+from sgl_aspects.engines import EMBEDDED, SGLANG, VLLM, Engine
 from sgl_aspects.engines.base import Outcome, Role
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.platforms import DeviceGraph
@@ -26,6 +26,7 @@ from sgl_aspects.tracing.record.open_steps import OpenSteps
 from sgl_aspects.tracing.schema import DEVICE_TIME, GRAPH
 from tests.support import stand_ins
 from tests.support.memory_recorder import Memory
+from tests.support.vllm_messages import batch
 
 #: How an engine reports which requests have ended.
 ENDS: dict[str, Any] = {
@@ -201,6 +202,38 @@ def test_the_device_time_of_a_replay_is_around_the_launch_of_the_graph(
     # The pass with two launches is all that is between and after them.
     times = [(span.values[4], span.values[5]) for span in recorder.named("forward")]
     assert times == [(each, "replayed") for each in (1.0, 1.0, 2.5, 1.0)]
+
+
+def test_the_device_time_of_a_pass_begins_where_the_engine_has_chosen_a_graph() -> None:
+    """vLLM says so in a result: what it prepares before is not the device's time; of an eager pass it is."""
+    graph, none = SimpleNamespace(name="FULL"), SimpleNamespace(name="NONE")
+    engine = dataclasses.replace(VLLM, attributes={**VLLM.attributes, "model_runner.platform": "platform"})
+    recorder, clock = Memory(), Clock()
+    found = observers(engine, recorder)
+    runner, scheduler = SimpleNamespace(platform=clock), SimpleNamespace()
+    message = batch(cached={"a": (5, 1)})
+    for mode in (graph, graph, none, none, graph, graph):
+        step = found["run_batch"].enter((object(), message), {})
+        token = found["forward"].enter((runner, message), {})
+        clock.now += 1.0
+        found["graph_mode"].exit(None, (mode, object()), None)
+        clock.now += 2.0
+        found["forward"].exit(token, None, None)
+        result = object()
+        found["run_batch"].exit(step, result, None)
+        process = found["process_batch_result"]
+        process.exit(process.enter((scheduler, message, result), {}), None, None)
+    values = [dict(zip(span.type.attributes, span.values)) for span in recorder.named("forward")]
+    replayed, eager = ("replayed", 2.0), ("eager", 3.0)
+    # The first eager pass after a replay was expected to be one.
+    expected = [replayed, replayed, ("eager", None), eager, replayed, replayed]
+    assert [(each[GRAPH], each[DEVICE_TIME]) for each in values] == expected
+
+
+def test_a_batch_without_requests_is_no_step() -> None:
+    recorder = Memory()
+    found = observers(VLLM, recorder)
+    assert found["run_batch"].enter((object(), batch()), {}) is None
 
 
 @pytest.mark.parametrize(("level", "seconds", "timed"), [(3, 0.001, 5), (3, 0.02, 34), (4, 0.001, 34)])
