@@ -218,8 +218,8 @@ class Batch:
     num_tokens: int
     prefills: Sequence[tuple[Any, int, bool | None]]  # request, tokens, whether these are the last
     finished: Sequence[Any]  # its requests that have ended
-    #: Mode, requests and shared id, where reading each takes a call; None: an empty batch, which is no step.
-    summary: tuple[Any, Sequence[Any], int | None] | None
+    #: Mode and requests, where reading each takes a call; None: an empty batch, which is no step.
+    summary: tuple[Any, Sequence[Any]] | None
 
 
 class Mode:

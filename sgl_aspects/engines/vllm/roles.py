@@ -189,15 +189,8 @@ def shared_id(batch: Any) -> int | None:
         rid, computed, output = first.req_id, first.num_computed_tokens, 0
     else:
         return None
-    return _key(rid) | _place(computed, output)
-
-
-def _key(rid: str) -> int:
-    return 1 << 63 | zlib.crc32(rid.encode()) << 28
-
-
-def _place(computed: int, output: int) -> int:
-    return (computed * 0x9E37_79B1 + output * 0x85EB_CA6B) & 0xFFF_FFFF
+    place = (computed * 0x9E37_79B1 + output * 0x85EB_CA6B) & 0xFFF_FFFF
+    return int(1 << 63 | zlib.crc32(rid.encode()) << 28 | place)
 
 
 def _graph(result: Any) -> str | None:
@@ -211,43 +204,43 @@ _scheduled = Scheduled()
 
 def _reqs(batch: Any) -> Any:
     """Return the ids of its requests; the same object while they are the same."""
-    global _latest, _latest_ids, _latest_key
-    reqs, ids = batch.num_scheduled_tokens, batch.scheduled_cached_reqs.req_ids
-    if reqs.keys() != _latest.keys():
-        _latest = reqs
-    _latest_ids = list(ids) if len(reqs) == len(ids) else []
-    _latest_key = _key(ids[0]) if _latest_ids else 0
+    global _latest
+    if batch.num_scheduled_tokens.keys() != _latest.keys():
+        _latest = batch.num_scheduled_tokens
     return _latest
 
 
 _latest: dict[str, int] = {}
-#: Of the same requests, in the order of the message, and the first one's part of the shared id; empty unless
-#: the message lists all of them.
-_latest_ids: list[str] = []
-_latest_key = 0
 
 
-def _summary(batch: Any) -> tuple[_Mode, Any, int | None] | None:
-    """Return mode, requests and shared id; None for a batch without requests, which only lists ended ones for
-    the workers. Nearly every step decodes the requests of the one before: that takes no other call.
+def _summary(batch: Any) -> tuple[_Mode, Any] | None:
+    """Return mode and requests; None for a batch that only lists ended requests, for the workers.
+
+    Nearly every step decodes the requests of the one before, which takes no other call: as many tokens as
+    requests, none of them new or scheduled again.
     """
-    cached, tokens = batch.scheduled_cached_reqs, batch.num_scheduled_tokens
+    global _decoded, _decoding
+    cached = batch.scheduled_cached_reqs
+    if (
+        cached.req_ids == _decoding
+        and batch.total_num_scheduled_tokens == len(_decoding)
+        and not cached.resumed_req_ids
+        and not _scheduled.seen
+    ):
+        return _decoded
     if _scheduled.seen:
         _scheduled.begin_transfers()
-    if not tokens:
+    if not batch.num_scheduled_tokens:
         return None
-    if (
-        cached.req_ids == _latest_ids
-        and len(tokens) == len(_latest_ids) == batch.total_num_scheduled_tokens
-        and not cached.resumed_req_ids
-        and 0 not in cached.num_output_tokens
-    ):
-        return (
-            _DECODE,
-            _latest,
-            _latest_key | _place(cached.num_computed_tokens[0], cached.num_output_tokens[0]),
-        )
-    return _mode(batch), _reqs(batch), shared_id(batch)
+    found = _mode(batch), _reqs(batch)
+    if found[0] is _DECODE:
+        _decoded, _decoding = found, list(cached.req_ids)
+    return found
+
+
+#: The summary of the latest batch that decodes, and its requests in the order of the message.
+_decoded: tuple[_Mode, Any] | None = None
+_decoding: list[str] = []
 
 
 VLLM = Engine(

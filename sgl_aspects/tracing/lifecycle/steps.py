@@ -98,7 +98,8 @@ class StepTracker(native.Tracker):
 
     ``schedule_start``, ``schedule_end``: of the latest scheduling, stored by its observer. ``running``: the
     step being launched or processed. ``finishing``: a request may have ended since the latest result.
-    ``untimed``: the number of graph replays between two whose device time is read.
+    ``untimed``: the number of graph replays between two whose device time is read. ``has_passes``: the steps'
+    forward passes run in this process, so that no other needs to derive their ids.
     ``on_level`` is called once, before a step, when the recorder's level has changed.
     """
 
@@ -114,7 +115,7 @@ class StepTracker(native.Tracker):
         self.schedule_start = self.schedule_end = self.group = self.mode_text = self.untimed = 0
         self.running = self.steps = None
         self.level = recorder.level
-        self.finishing = False
+        self.finishing = self.has_passes = False
         self.on_level: Callable[[int], None] | None = None
         self.in_flight, self.late, self.details, self.spare, self.spare_events = [], [], [], [], []
         self._recorder = recorder

@@ -107,7 +107,7 @@ class ForwardObserver(native.ForwardPath):
         runner = self._runner(args, kwargs)
         if runner is not self.met_runner or step.steps is not self.met_steps:
             self._meet(runner, step)
-        step.child = CHILD_FORWARD
+        step.child, self.tracker.has_passes = CHILD_FORWARD, True
         block = step.block
         step.words[block + FORWARD_START] = monotonic_ns()
         step.words[block + STEP_GRAPH] = self.eager_text

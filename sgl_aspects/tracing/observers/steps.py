@@ -57,7 +57,7 @@ class StepObserver(native.StepPath):
         self._processed_batch = call("process_batch_result", "batch")
         self._result = call("process_batch_result", "result")
         self._receiving = call("receive_messages", "scheduler")
-        each = engine.values_reader("batch", ("mode", "reqs", "shared_id"))
+        each = engine.values_reader("batch", ("mode", "reqs"))
         self._summary = engine.reader("batch.summary") if engine.has("batch.summary") else each
         self._mode_name = reader("mode.name") if engine.has("mode.name") else str
         self._is_speculative = reader("mode.is_speculative")
@@ -71,6 +71,7 @@ class StepObserver(native.StepPath):
         self._outcome = engine.outcome
         self._output_tokens = reader("req.output_tokens")
         self._step_number = reader("batch.step_id")
+        self._shared_id = reader("batch.shared_id") if engine.has("batch.shared_id") else None
         self._queues = engine.values_reader("scheduler", ("waiting", "running"))
         self._kv_usage = reader("scheduler.kv_usage")
         self._is_idle = reader("scheduler.is_idle")
@@ -166,7 +167,7 @@ class StepObserver(native.StepPath):
         summary = None if batch is None else self._summary(batch)
         if summary is None:
             return None  # an empty batch
-        mode, reqs, shared_id = summary
+        mode, reqs = summary
         if mode is not self.mode:
             self._meet_mode(mode)
         size = len(reqs) if reqs else 0
@@ -182,7 +183,8 @@ class StepObserver(native.StepPath):
         tracker = self.tracker
         if reqs is not self.reqs or size != self.size:
             self._link(reqs, size)
-        step = tracker.begin(now, batch, self._mode_text, size, tokens, shared_id or 0)
+        shared_id = 0 if self._shared_id is None or tracker.has_passes else self._shared_id(batch) or 0
+        step = tracker.begin(now, batch, self._mode_text, size, tokens, shared_id)
         if prefill:
             if step is None:
                 step = tracker.begin_unrecorded(batch)

@@ -76,20 +76,21 @@ MESSAGES = (
     batch(cached={"b": (12, 5)}, tokens={"b": 3}, guessed={"b": [8, 9]}),
     batch(cached={"b": (12, 5)}),
     batch(cached={"b": (0, 6)}, resumed=("b",), tokens={"b": 18}),
-    batch(cached={"b": (64, 0)}),
+    batch(cached={"c": (64, 0)}),
+    batch(cached={"c": (65, 1)}),
 )
 
 
 def test_a_summary_says_in_one_call_what_each_reader_says() -> None:
     mode, reqs, summary = (VLLM.reader(f"batch.{name}") for name in ("mode", "reqs", "summary"))
     for message in MESSAGES:
-        expected = mode(message), dict.fromkeys(reqs(message)), shared_id(message)
+        expected = mode(message), dict.fromkeys(reqs(message))
         for _ in range(2):
             found = summary(message)
             if not message.num_scheduled_tokens:
                 assert found is None
                 continue
-            assert (found[0], dict.fromkeys(found[1]), found[2]) == expected
+            assert (found[0], dict.fromkeys(found[1])) == expected
 
 
 def test_prompts_are_known_chunk_by_chunk_though_decodes_are_mixed_in() -> None:

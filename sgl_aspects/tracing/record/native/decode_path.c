@@ -109,14 +109,14 @@ typedef struct {
     PyObject_HEAD
     PyObject *steps, *running, *in_flight, *late, *details, *spare, *spare_events;
     unsigned long long last_id, schedule_start, schedule_end, level, group, mode_text, untimed;
-    char finishing;
+    char finishing, has_passes;
 } Tracker;
 
 typedef struct {
     PyObject_HEAD
     PyObject *tracker, *slots, *requests, *preempted, *busy, *mode, *reqs;
-    /* Of a batch: an attribute's name, or a function; None where a batch has none. The summary is a tuple of mode,
-       requests and id. */
+    /* Of a batch: an attribute's name, or a function; None where a batch has none. The summary is a tuple of mode
+       and requests. */
     PyObject *summary_source, *mode_source, *reqs_source, *number_source, *id_source;
     Py_ssize_t ran_at, processing_at, processed_at, result_at, size, known;
     unsigned long long read_ns, waiting, running, usage;
@@ -345,7 +345,7 @@ static PyMemberDef Tracker_members[] = {
     OBJECT(Tracker, steps), OBJECT(Tracker, running), OBJECT(Tracker, in_flight), OBJECT(Tracker, late),
     OBJECT(Tracker, details), OBJECT(Tracker, spare), OBJECT(Tracker, spare_events),
     NUMBER(Tracker, last_id), NUMBER(Tracker, schedule_start), NUMBER(Tracker, schedule_end), NUMBER(Tracker, level),
-    NUMBER(Tracker, group), NUMBER(Tracker, mode_text), NUMBER(Tracker, untimed), FLAG(Tracker, finishing), END};
+    NUMBER(Tracker, group), NUMBER(Tracker, mode_text), NUMBER(Tracker, untimed), FLAG(Tracker, finishing), FLAG(Tracker, has_passes), END};
 static PyMethodDef Tracker_methods[] = {{NULL, NULL, 0, NULL}};
 COLLECTED(Tracker, steps, 7)
 
@@ -437,44 +437,31 @@ StepPath_schedule_exit(PyObject *object, PyObject *const *args, Py_ssize_t count
     Py_RETURN_NONE;
 }
 
-/* Whether the batch has the mode and the requests of the one before; -1 with an exception set. Its shared id, 0 for
-   none. */
+/* Whether the batch has the mode and the requests of the one before. Their references are borrowed: the batch keeps
+   them, or they are the same as before. */
 static int
-repeats(StepPath *self, PyObject *batch, uint64_t *id)
+repeats(StepPath *self, PyObject *batch)
 {
-    PyObject *summary = NULL, *mode, *reqs, *shared = NULL;
-    int is_same = -1;
-    if (!is_none(self->summary_source)) {
-        summary = read_from(batch, self->summary_source);
-        if (summary == NULL)
-            return -1;
-        if (!PyTuple_CheckExact(summary) || PyTuple_GET_SIZE(summary) != 3) {
-            Py_DECREF(summary);
+    PyObject *mode, *reqs, *summary = NULL;
+    if (is_none(self->summary_source)) {
+        mode = read_from(batch, self->mode_source);
+        Py_XDECREF(mode);
+        if (mode == NULL || mode != self->mode)
             return 0;
-        }
-        mode = Py_NewRef(PyTuple_GET_ITEM(summary, 0));
-        reqs = Py_NewRef(PyTuple_GET_ITEM(summary, 1));
-        shared = Py_NewRef(PyTuple_GET_ITEM(summary, 2));
-        Py_DECREF(summary);
+        reqs = read_from(batch, self->reqs_source);
     }
     else {
-        mode = read_from(batch, self->mode_source);
-        reqs = mode == NULL ? NULL : read_from(batch, self->reqs_source);
+        summary = read_from(batch, self->summary_source);
+        if (summary == NULL || !PyTuple_CheckExact(summary) || PyTuple_GET_SIZE(summary) != 2
+            || PyTuple_GET_ITEM(summary, 0) != self->mode) {
+            Py_XDECREF(summary);
+            return 0;
+        }
+        reqs = Py_NewRef(PyTuple_GET_ITEM(summary, 1));
     }
-    if (reqs != NULL)
-        is_same = mode == self->mode && reqs == self->reqs && PyObject_Size(reqs) == self->size;
-    if (is_same == 1 && shared == NULL && !is_none(self->id_source)) {
-        shared = read_from(batch, self->id_source);
-        is_same = shared == NULL ? -1 : 1;
-    }
-    *id = 0;
-    if (shared != NULL && shared != Py_None && (*id = PyLong_AsUnsignedLongLong(shared)) == (uint64_t)-1) {
-        PyErr_Clear();
-        *id = 0;
-    }
-    Py_XDECREF(mode);
+    int is_same = reqs != NULL && reqs == self->reqs && PyObject_Size(reqs) == self->size;
     Py_XDECREF(reqs);
-    Py_XDECREF(shared);
+    Py_XDECREF(summary);
     return is_same;
 }
 
@@ -492,20 +479,26 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     uint64_t level = words[WORD_LEVEL];
     if (batch == Py_None || level != tracker->level)
         goto slow;
-    uint64_t shared;
-    int is_same = repeats(self, batch, &shared);
-    if (is_same < 0)
+    if (!repeats(self, batch)) {
         PyErr_Clear();
-    if (is_same != 1)
-        goto slow;
+        return OTHER_CASE;
+    }
     if (!level || (level == 1 && !self->measures)) {
         tracker->schedule_start = 0;
         Py_RETURN_NONE;
     }
     uint64_t id = 0;
     if (level >= 2) {
-        tracker->last_id++;
-        id = shared ? shared : tracker->last_id;
+        id = ++tracker->last_id;
+        if (!is_none(self->id_source) && !tracker->has_passes) {
+            PyObject *shared = read_from(batch, self->id_source);
+            uint64_t found = shared == NULL || shared == Py_None ? 0 : PyLong_AsUnsignedLongLong(shared);
+            Py_XDECREF(shared);
+            if (PyErr_Occurred())
+                PyErr_Clear();
+            else if (found)
+                id = found;
+        }
         uint64_t sample = words[WORD_SAMPLE];
         if (sample < SAMPLE_ALL && (id * 0x9E3779B9u & 0xFFFFFFFFu) >= sample)
             id = 0;
@@ -772,6 +765,7 @@ forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     self->replays += (unsigned)is_expected;
     Py_INCREF(step);
     step->child = CHILD_FORWARD;
+    tracker->has_passes = 1;
     words[FORWARD_START] = now_ns();
     words[STEP_GRAPH] = self->eager_text;
     words[STEP_DEVICE_NAME] = self->device_text;
