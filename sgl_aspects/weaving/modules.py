@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import pkgutil
 import sys
-import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from itertools import accumulate
@@ -53,8 +53,7 @@ class ModuleWatcher:
         self._wanted = wanted
         self._loaded = loaded
         self._is_needed = False
-        self._lock = threading.Lock()
-        self._listeners: dict[str, list[Callable[[Any], None]]] = {}
+        self._listeners: dict[str, deque[Callable[[Any], None]]] = defaultdict(deque)
         self._registered: dict[str, Any] = {}  # callbacks registered with wrapt
         self._brought_wrapt = False
         self._leave: list[Callable[[], None]] = []
@@ -66,8 +65,7 @@ class ModuleWatcher:
 
     def listen(self, name: str, callback: Callable[[Any], None]) -> None:
         """Call ``callback`` with the module ``name`` once its code has run: at once if it has."""
-        with self._lock:
-            self._listeners.setdefault(name, []).append(callback)
+        self._listeners[name].append(callback)
         self._watch()
         module = sys.modules.get(name)
         if module is not None and is_ready(module):
@@ -79,18 +77,19 @@ class ModuleWatcher:
         """Tell that the code of ``module`` has run; None: it is gone."""
         if module is not None:
             self._loaded(name, module)
-            self._notify_listeners(name, module)
+            if name in self._listeners:
+                self._notify_listeners(name, module)
 
     def _notify_listeners(self, name: str, module: Any) -> None:
-        with self._lock:
-            callbacks = self._listeners.pop(name, [])
-        if not self._is_needed:
-            self.uninstall()
-        for callback in callbacks:
+        waiting = self._listeners[name]
+        while waiting:  # without a lock: the thread that adds one looks here, too
+            callback = waiting.popleft()
+            if not self._is_needed:
+                self.uninstall()
             callback(module)
 
     def _is_wanted(self, name: str) -> bool:
-        return name in self._listeners or self._wanted(name)
+        return bool(self._listeners.get(name)) or self._wanted(name)
 
     def _watch(self) -> None:
         if not self._leave:
@@ -101,7 +100,7 @@ class ModuleWatcher:
     def uninstall(self) -> None:
         """Stop watching, unless there are listeners."""
         self._is_needed = False
-        if self._listeners:
+        if any(list(self._listeners.values())):
             return
         while self._leave:
             self._leave.pop()()

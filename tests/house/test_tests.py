@@ -27,7 +27,7 @@ LONGER = {
     "tracing/test_metrics.py": 408,
     "tracing/test_otlp.py": 429,
     "weaving/test_classes.py": 696,
-    "weaving/test_hooks.py": 689,
+    "weaving/test_hooks.py": 678,
     "weaving/test_importing.py": 785,
     "weaving/test_kinds.py": 1040,
     "weaving/test_rebinding.py": 776,

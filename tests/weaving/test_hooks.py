@@ -633,17 +633,6 @@ def test_an_order_that_cannot_be_compared_is_refused_when_the_hook_is_made(engin
         around("engine:f", order=order)
 
 
-def test_a_class_does_not_replace_a_function_nor_a_function_a_class(engine: Any) -> None:
-    with pytest.raises(
-        TypeError, match="engine:f is not a class: a class cannot replace it; pass a function"
-    ):
-        aspects.weave(advice("engine:f", HookType.REPLACE, Watch))
-    for kind in (HookType.AROUND, HookType.REPLACE):
-        with pytest.raises(TypeError, match=r"engine:C is a class.*'engine:C.__init__'"):
-            aspects.weave(advice("engine:C", kind, hand_on))
-    assert aspects.report().hooks == ()
-
-
 def test_what_carries_no_hooks_is_refused(engine: Any) -> None:
     with pytest.raises(TypeError, match="carries no hooks; decorate it with before, after, around"):
         aspects.weave(hand_on)
