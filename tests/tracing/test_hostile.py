@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import marshal
 import random
 import shutil
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
@@ -26,7 +30,7 @@ from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.record import format as ring_format
-from sgl_aspects.tracing.record.codec import DamagedError
+from sgl_aspects.tracing.record.codec import DamagedError, Decoder, encode
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanEnd, SpanType
 from tests.support.rings import PLAIN, TEXT, read_all, record_everything
@@ -303,3 +307,52 @@ def test_a_record_that_is_longer_than_any_ring_is_dropped_and_counted(tmp_path: 
     assert (reader.dropped, reader.damaged) == (1, 0)
     recorder.close()
     reader.close()
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300),
+    lambda each: st.lists(each, max_size=300) | st.dictionaries(st.text(), each) | st.tuples(each, each),
+)
+
+
+def decoded(content: bytes) -> tuple[list[Any], int]:
+    """Decode it from as many slots as it takes."""
+    size = ring_format.PART_BYTES
+    parts = [content[at : at + size] for at in range(0, len(content), size)]
+    data = bytearray(len(parts) * ring_format.SLOT_BYTES)
+    for number, part in enumerate(parts):
+        head = ring_format.KIND_RECORD, number, len(parts), len(content), crc32(content), 1
+        ring_format.SLOT.pack_into(data, number * ring_format.SLOT_BYTES, *head, part, 1)
+    return Decoder(lambda: b"", 0).decode(bytes(data), range(0, len(data), ring_format.SLOT_BYTES))
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))
+@given(_VALUES)
+@example("long" * 10_000)
+@example([1] * 60_000)
+@example((1 << 4000, -1 << 4000))
+def test_whatever_is_encoded_is_decoded(value: Any) -> None:
+    """Also what is longer than the pieces that are looked for at once."""
+    ((process,), damaged) = decoded(encode(("process", {"value": value})))
+    assert not damaged
+    assert process.attributes.keys() <= {"value"}
+
+
+HOSTILE = {
+    "a set of the tuple that it is in": "a8010000003c010000007200000000",
+    "a dictionary whose key is the list that it is in": "db010000007b72000000004e30",
+    "code": marshal.dumps(compile("1", "", "eval")).hex(),
+    "a tuple of two billion": "28ffffff7f",
+    "a text of less than nothing": "75ffffffff",
+    "a complex number": marshal.dumps(1j, 2).hex(),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_no_record_makes_marshal_do_more_than_read_values(what: str) -> None:
+    """In a process of its own: some of them end it. A run's folder may have come from elsewhere."""
+    program = (
+        f"from tests.tracing.test_hostile import decoded; print(decoded(bytes.fromhex({HOSTILE[what]!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "([], 1)\n"), done.stderr

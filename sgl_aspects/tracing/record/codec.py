@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import marshal
 import numbers
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -63,6 +64,25 @@ _ERRORS = (
         struct.error,
     ),
 )
+
+
+def _lengths(of: Iterable[tuple[int, int]]) -> bytes:
+    """Match a 32-bit number and as many bytes as it means: pairs of both."""
+    return b"|".join(
+        re.escape(number.to_bytes(4, "little", signed=number < 0)) + b".{%d}" % size for number, size in of
+    )
+
+
+# What encode writes, piece by piece, where a length is short: numbers, texts, the heads of tuples, lists and
+# dictionaries, None, True, False. marshal would also read references, which crash it, and code.
+_PIECES: Any = re.compile(
+    b"(?:i.{4}|l(?:%s)|u(?:%s)|g.{8}|[NTF{0]|[(\\[]..\\0\\0){0,256}"
+    % (
+        _lengths((sign * digits, 2 * digits) for digits in range(1, 10) for sign in (1, -1)),
+        _lengths((size, size) for size in range(256)),
+    ),
+    re.DOTALL,
+).match
 _new: Any = tuple.__new__
 _head_at = layout.SLOT_HEAD.unpack_from
 
@@ -126,6 +146,7 @@ class Decoder:
                 if data[position] == layout.KIND_STEP:
                     records += self._step(data, position)
                 elif content := self._content(data, position):
+                    _require_pieces(content)
                     fields = marshal.loads(content)
                     if fields[0].__class__ is int:
                         records.append(self._span(*fields))
@@ -322,6 +343,19 @@ _READERS: dict[str, Callable[..., Record | None]] = {
     "elsewhere": Decoder._elsewhere,
     "process": Decoder._process,
 }
+
+
+def _require_pieces(content: bytes) -> None:
+    """Raise ``DamagedError`` for what :func:`encode` does not write."""
+    position, end = 0, len(content)
+    while position < end:
+        before, position = position, _PIECES(content, position).end()
+        if position == before:  # nothing short
+            kind = content[position : position + 1]
+            size = int.from_bytes(content[position + 1 : position + 5], "little", signed=True)
+            if kind not in (b"u", b"l") or (kind == b"u" and size < 0):
+                raise DamagedError(f"a record with {kind!r}")
+            position += 5 + (size if kind == b"u" else 2 * abs(size))
 
 
 def _parse_definition(data: bytes) -> SpanType | str | None:
