@@ -53,19 +53,17 @@ class Slot:
     :ivar superseded: the module's code ran again, and another join point has the attribute now.
     """
 
-    __slots__ = ("_made", "_occupants", "_place", "original", "standing", "superseded")
+    __slots__ = ("_occupants", "_place", "original", "standing", "superseded")
 
     def __init__(self, place: AttributeReference) -> None:
         self._place = place
         self.original = self.standing = place.raw
         self.superseded = False
         self._occupants: dict[str, Any] = OwnDict()  # woven callables, by part; a class as ""
-        self._made: dict[frozenset[tuple[str, int]], Any] = OwnDict()
 
-    @property
-    def is_shared(self) -> bool:
-        """Return whether several functions of a property are woven, or may be."""
-        return len(self._occupants) > 1 or len(self._made) > 1
+    def is_shared(self, part: str) -> bool:
+        """Return whether another function of a property than ``part`` is woven."""
+        return not self._occupants.keys() <= {part}
 
     def weave(self, place: AttributeReference) -> tuple[Any, Callable[..., Any], WovenFunction]:
         """Return the callable in the attribute, the function to call for it, and its replacement.
@@ -79,12 +77,8 @@ class Slot:
             woven = WovenProxy(content, called, str(place))
             if isinstance(content, wrapt.BaseObjectProxy):
                 called = passing_on(woven.function, called)
-        self.with_occupant(place.part, woven.function)  # may fail: now, before anything refers to it
+        rebuild(self._place, {place.part: woven.function})  # may fail: now, before anything refers to it
         return content, called, woven
-
-    def with_occupant(self, part: str, woven: Any) -> Any:
-        """Return the attribute's value with ``woven`` installed."""
-        return self._with(OwnDict(self._occupants, **{part: woven}))
 
     def put(self, part: str, woven: Any) -> None:
         """Install ``woven``.
@@ -99,7 +93,8 @@ class Slot:
 
     def _stand(self, occupants: dict[str, Any]) -> None:
         owner, name = self._place.owner, self._place.name
-        wanted, present = self._with(occupants), current(owner, name)
+        wanted = rebuild(self._place, occupants) if occupants else self.original
+        present = current(owner, name)
         vacant = self._place.inherited and not self._occupants
         if self.superseded or present is not (MISSING if vacant else self.standing):
             logger.info("%s: another patch is there; it is left in place", self._place)
@@ -111,14 +106,6 @@ class Slot:
                 raise AttributeError(f"its type {class_name(type(owner))} ignores assignments")
         self._occupants = occupants
         self.standing = wanted
-
-    def _with(self, occupants: Mapping[str, Any]) -> Any:
-        if not occupants:
-            return self.original
-        key = frozenset([(part, id(woven)) for part, woven in occupants.items()])
-        if key not in self._made:
-            self._made[key] = rebuild(self._place, occupants)
-        return self._made[key]
 
 
 # -- unwrapping ----------------------------------------------------------------------------------------------

@@ -50,8 +50,6 @@ class JoinPoint(abc.ABC):
     __slots__ = ("advices", "inner", "installed", "place", "slot", "stale")
 
     kind: str
-    replacement: Any
-    """The object to install, installed or not."""
     function: Any = None
     calls: Any = 0
     extra: Extra = UNKNOWN
@@ -132,10 +130,6 @@ class FunctionJoinPoint(JoinPoint):
         super().__init__(place._replace(raw=slot.original), content, slot)
         self.function = self.woven.function
         self._observers: dict[Advice, Any] = {}  # those made by `bound_to` for this function
-
-    @property
-    def replacement(self) -> Any:
-        return self.slot.with_occupant(self.place.part, self.function)
 
     @property
     def calls(self) -> int:
@@ -220,7 +214,7 @@ class FunctionJoinPoint(JoinPoint):
             # What is in a descriptor and no function is used elsewhere on its own: `property(len)`.
             if type(self.inner) is not types.FunctionType or self.inner is self.original:
                 return
-        exclude |= {id(self.original), id(self.replacement)}  # descriptors around old and new
+        exclude |= {id(before), id(self.standing)}  # descriptors around old and new
         only = self.place.owner if self.place.inherited and self.installed else None
         if type(self.inner) not in C_CALLABLES:  # bound to an instance, they are C objects
             yield Pair(old, new, extra[1], exclude, only)
@@ -235,7 +229,7 @@ class FunctionJoinPoint(JoinPoint):
             owner = next((one for one in bases(owner)[1:] if self.place.name in vars(one)), None)
         if (
             owner is None
-            or self.slot.is_shared
+            or self.slot.is_shared(self.place.part)
             or not getattr(sys, "_is_gil_enabled", lambda: True)()
             or current(owner, self.place.name) is not self.standing  # it holds another object
         ):
@@ -250,7 +244,7 @@ class FunctionJoinPoint(JoinPoint):
     def count_references(self) -> Extra:
         """Return the numbers of references to what is installed, and to the callable in it."""
         return (
-            sys.getrefcount(self.replacement if self.installed else self.original),
+            sys.getrefcount(self.standing),
             sys.getrefcount(self.function if self.installed else self.inner),
         )
 
@@ -310,13 +304,12 @@ class _Failed:
 class ClassJoinPoint(JoinPoint):
     """A class that is replaced as a whole, by a class. Subclasses that exist keep the base that they have."""
 
-    __slots__ = ("_kept", "_own", "replacement")
+    __slots__ = ("_kept", "_own")
 
     kind = "a class"
 
     def __init__(self, place: AttributeReference) -> None:
         super().__init__(place, place.raw, Slot(place))
-        self.replacement = self.inner
         self._kept: Exclusions = frozenset()
         self._own: dict[type, tuple[Exclusions, list[Any]]] = OwnDict()
 
@@ -347,7 +340,6 @@ class ClassJoinPoint(JoinPoint):
         if active:
             if wanted not in self._own:
                 self._own[wanted] = own_referrers(wanted)
-            self.replacement = wanted
             self.slot.put("", wanted)
             hooks = [advice.hook for advice in self.advices]
             for subclass in type.__subclasses__(self.original):

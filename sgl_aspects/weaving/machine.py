@@ -87,7 +87,7 @@ class Weaver:
         self._advices: dict[Advice, None] = {}
         self._points: dict[JoinPoint, None] = {}
         self._at: dict[tuple[int, str, str], list[JoinPoint]] = {}  # by attribute, the latest last
-        # By replacement, and by original in a module, where one object often has several names.
+        # By what is installed: one object often has several names.
         self._by_object: dict[int, JoinPoint] = {}
         self._touched: dict[JoinPoint, None] = {}  # to be applied
         self._just_run: Any = None  # the module whose code has run in the current import
@@ -338,7 +338,6 @@ class Weaver:
                 below.slot.superseded = True
             self._points[point] = None
             self._at.setdefault(place.key, []).append(point)
-            self._by_object[id(point.replacement)] = point
             if not place.inherited:
                 self._by_object.setdefault(id(point.original), point)
         self._touched[point] = None
@@ -391,8 +390,8 @@ class Weaver:
         for point in changed:
             was = before[point]
             pairs += point.pairs(was, extra[point])
-            if is_class(was):
-                self._by_object.pop(id(was), None)
+            self._by_object.pop(id(was), None)
+            if point.installed or not point.place.inherited:
                 self._by_object[id(point.standing)] = point
         stale = rebind(pairs)
         for point in changed:
@@ -440,7 +439,7 @@ class Weaver:
         here.remove(point)
         if not here:
             del self._at[point.place.key]
-        for seen in (point.replacement, point.standing, point.original):
+        for seen in (point.standing, point.original):
             if self._by_object.get(id(seen)) is point:
                 del self._by_object[id(seen)]
 
