@@ -50,20 +50,17 @@ C_CALLABLES = (
 class Slot:
     """The attribute of a join point, or of several for a property: its original and the installed value.
 
+    :ivar occupants: the woven callables that are installed, by part; a class as "".
     :ivar superseded: the module's code ran again, and another join point has the attribute now.
     """
 
-    __slots__ = ("_occupants", "_place", "original", "standing", "superseded")
+    __slots__ = ("_place", "occupants", "original", "standing", "superseded")
 
     def __init__(self, place: AttributeReference) -> None:
         self._place = place
         self.original = self.standing = place.raw
         self.superseded = False
-        self._occupants: dict[str, Any] = OwnDict()  # woven callables, by part; a class as ""
-
-    def is_shared(self, part: str) -> bool:
-        """Return whether another function of a property than ``part`` is woven."""
-        return not self._occupants.keys() <= {part}
+        self.occupants: dict[str, Any] = OwnDict()
 
     def weave(self, place: AttributeReference) -> tuple[Any, Callable[..., Any], WovenFunction]:
         """Return the callable in the attribute, the function to call for it, and its replacement.
@@ -85,17 +82,17 @@ class Slot:
 
         :raises Exception: the attribute cannot be written; nothing has changed then.
         """
-        self._stand(OwnDict(self._occupants, **{part: woven}))
+        self._stand(OwnDict(self.occupants, **{part: woven}))
 
     def take_out(self, part: str) -> None:
         """Uninstall the callable of ``part``; the original is restored with the last one."""
-        self._stand(OwnDict(item for item in self._occupants.items() if item[0] != part))
+        self._stand(OwnDict(item for item in self.occupants.items() if item[0] != part))
 
     def _stand(self, occupants: dict[str, Any]) -> None:
         owner, name = self._place.owner, self._place.name
         wanted = rebuild(self._place, occupants) if occupants else self.original
         present = current(owner, name)
-        vacant = self._place.inherited and not self._occupants
+        vacant = self._place.inherited and not self.occupants
         if self.superseded or present is not (MISSING if vacant else self.standing):
             logger.info("%s: another patch is there; it is left in place", self._place)
         elif self._place.inherited and not occupants:
@@ -104,7 +101,7 @@ class Slot:
             setattr(owner, name, wanted)
             if current(owner, name) is present:
                 raise AttributeError(f"its type {class_name(type(owner))} ignores assignments")
-        self._occupants = occupants
+        self.occupants = occupants
         self.standing = wanted
 
 

@@ -229,7 +229,7 @@ class FunctionJoinPoint(JoinPoint):
             owner = next((one for one in bases(owner)[1:] if self.place.name in vars(one)), None)
         if (
             owner is None
-            or self.slot.is_shared(self.place.part)
+            or not self.slot.occupants.keys() <= {self.place.part}  # other parts of the property
             or not getattr(sys, "_is_gil_enabled", lambda: True)()
             or current(owner, self.place.name) is not self.standing  # it holds another object
         ):
