@@ -37,6 +37,7 @@ def compiling_test(compiler: Any) -> Callable[[], bool]:
     engine's thread microseconds when its caches are cold.
 
     :param compiler: the module `torch.compiler`, with torch.compile loaded.
+    :raises AttributeError: torch.compile is still being loaded.
     """
     substitute = getattr(compiler, "substitute_in_graph", None)
     if substitute is not None:

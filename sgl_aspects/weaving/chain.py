@@ -226,11 +226,15 @@ class Compiler:
     def notice(self, points: Iterable[Any]) -> None:
         """Look whether it has been loaded; ``points``: all join points."""
         compiler = sys.modules.get("torch.compiler")
-        if not self.guards and self.MODULE in sys.modules and compiler is not None:
-            self.guards = True
+        if self.guards or self.MODULE not in sys.modules or compiler is None:
+            return
+        try:
             vars(_chains)["compiling"] = compat.compiling_test(compiler)
-            for point in points:
-                point.refresh(guarded=True)
+        except AttributeError:  # it is being loaded: looked at again when it is
+            return
+        self.guards = True
+        for point in points:
+            point.refresh(guarded=True)
 
     def forget(self, advices: Iterable[Advice], points: Iterable[Any]) -> None:
         """Reset torch.compile if its code may contain the old body of one of ``points``.

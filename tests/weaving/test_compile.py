@@ -274,6 +274,29 @@ assert Watch.calls == 1
     assert done.returncode == 0, done.stderr
 
 
+def test_what_the_compiler_imports_is_woven_while_the_compiler_itself_is_being_loaded() -> None:
+    import subprocess
+
+    program = """
+import logging, sys, torch, sgl_aspects as aspects
+logging.basicConfig()
+@aspects.before("torch._dynamo.config:no_such_function")
+def config(): ...
+@aspects.before("torch._dynamo.exc:unimplemented")
+def exceptions(*args, **kwargs): ...
+@aspects.before("statistics:mean")
+def mean(data): print("mean")
+aspects.weave(config, exceptions, mean)
+compiled = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
+assert compiled(torch.ones(1)).tolist() == [2.0]
+import statistics
+statistics.mean([1, 2])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "mean\n"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def _chains(module: Any) -> set[str]:
     """What torch.compile reads instead of the constants of hooked functions."""
     gc.collect()
