@@ -21,6 +21,7 @@ from sgl_aspects.tracing import schema
 
 _STEP, _QUEUE, _DECODE = schema.STEP.name, schema.QUEUE.name, schema.DECODE.name
 _PREFILL, _TOKENIZE, _DETOKENIZE = schema.PREFILL.name, schema.TOKENIZE.name, schema.DETOKENIZE.name
+_GRAMMAR = schema.GRAMMAR.name
 _TRANSFERS = (schema.BOOTSTRAP.name, schema.KV_TRANSFER.name)
 #: The scheduler's mode of a batch in which each request gets its next token.
 _DECODING = "decode"
@@ -38,6 +39,7 @@ class Cause(Enum):
     FRONT_END = "in the front end"
     TOKENIZE = "tokenize"
     HAND_OVER = "on the way to the scheduler"
+    GRAMMAR = "its grammar is compiled"
     QUEUED_STEP = "queued: a step under way"
     QUEUED_PREFILL = "queued: others' prefill in front"
     QUEUED_KV_ROOM = "queued: no KV room"
@@ -261,7 +263,7 @@ class Causes:
 
     def _phases(self, request: Span) -> list[Span]:
         """Return the request's phases by start; detokenize last, as it runs beside decode."""
-        names = (_TOKENIZE, _QUEUE, *_TRANSFERS, _PREFILL, _DECODE, _DETOKENIZE)
+        names = (_TOKENIZE, _GRAMMAR, _QUEUE, *_TRANSFERS, _PREFILL, _DECODE, _DETOKENIZE)
         found = [span for span in self._children[request.trace_id] if span.name in names]
         return sorted(found, key=lambda span: (span.name == _DETOKENIZE, span.start_ns))
 
@@ -275,6 +277,9 @@ class Causes:
             return Cause.HAND_OVER
         if span.name == _QUEUE:
             self._before_batch(found, span, start, end, Cause.QUEUED_IDLE)
+            return Cause.HOST
+        if span.name == _GRAMMAR:
+            found.add(Cause.GRAMMAR, end - start)
             return Cause.HOST
         if span.name in _TRANSFERS:
             found.add(Cause.TRANSFER, end - start)

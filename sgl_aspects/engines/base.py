@@ -9,6 +9,7 @@ against them, and fit every engine that has an integration.
 from __future__ import annotations
 
 import enum
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from typing import Any, Protocol, TypeAlias
 
 from sgl_aspects.engines.contract import ROLES, Observation, check_argument, check_attribute, check_role
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.generated import execute
 
 #: ``(args, kwargs, result=None)`` → one value of a call: its arguments as the caller wrote them, and its
 #: result, which on entry is None.
@@ -175,15 +175,28 @@ class Engine:
         """Return a reader of ``"kind.attribute"`` from an object of that kind; it returns None for a missing
         attribute.
         """
-        read: AttributeReader = _make_reader("{}", [self._source(name)], _nothing)
+        get = _getter(self._source(name))
+
+        def read(subject: Any) -> Any:
+            try:
+                return get(subject)
+            except AttributeError:
+                return None
+
         return read
 
     def values_reader(self, kind: str, names: Sequence[str]) -> ValuesReader:
         """Return a reader of several attributes of a kind of object, in order; None for missing ones."""
-        each = [self.reader(f"{kind}.{name}") for name in names]
         sources = [self._source(f"{kind}.{name}") for name in names]
-        otherwise: ValuesReader = lambda subject: [read(subject) for read in each]  # noqa: E731
-        read_all: ValuesReader = _make_reader("{}, " * len(names), sources, otherwise)
+        getters = [_getter(source) for source in sources]
+        readers = [self.reader(f"{kind}.{name}") for name in names]
+
+        def read_all(subject: Any) -> Sequence[Any]:
+            try:
+                return [get(subject) for get in getters]
+            except AttributeError:
+                return [read(subject) for read in readers]
+
         return read_all
 
     def _source(self, name: str) -> str | AttributeReader:
@@ -260,26 +273,15 @@ class Lifecycle(Protocol):
         """Return trace id, span id and sampled flag of the request that the current span belongs to."""
 
 
-_SOURCE = """
-def read(subject):
-    try:
-        return {}
-    except AttributeError:
-        return otherwise(subject)
-"""
+def _getter(source: str | AttributeReader) -> AttributeReader:
+    """Return a function that reads it, or raises ``AttributeError``."""
+    if isinstance(source, str):
+        return operator.attrgetter(source) if source else _itself
+    return source
 
 
-def _make_reader(form: str, sources: Sequence[str | AttributeReader], otherwise: AttributeReader) -> Any:
-    """Generate a function that reads all of them in one expression: it is called with each step."""
-    known: dict[str, Any] = {"otherwise": otherwise}
-    terms = []
-    for number, source in enumerate(sources):
-        if isinstance(source, str):
-            terms.append(f"subject.{source}" if source else "subject")
-        else:
-            known[f"get_{number}"] = source
-            terms.append(f"get_{number}(subject)")
-    return execute(_SOURCE.format(form.format(*terms)), "attribute reader", known).pop("read")
+def _itself(subject: Any) -> Any:
+    return subject
 
 
 def _no_argument(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> None:

@@ -30,6 +30,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "receive_request": ("request",),
     "begin_request": ("request",),
     "begin_stream": ("request",),
+    "apply_template": (),
+    "await_adapter": ("request",),
     "tokenize_prompt": (),
     "tokenize_request": ("request",),
     "send_request": ("tokenized",),
@@ -50,6 +52,9 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "cancel_requests": (),
     "release_request": ("req",),
     "verify_draft": ("rid", "drafted", "accepted"),  # of one request in a step
+    "verify_drafts": ("drafted", "accepted"),  # of all of them: see ``req.drafts``
+    "compile_grammar": ("req", "kind", "waits"),
+    "grammar_ready": ("reqs",),
     # A request that one thread works on alone, without a scheduler.
     "queue_alone": ("rid", "key"),
     "run_alone": ("key", "prompt_tokens", "output_tokens", "finish_reason"),
@@ -70,6 +75,10 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "graph_launch": (),
     "graph_replay": (),
     "sample": (),
+    # Of speculation: a draft model's passes before and after the target's, or a search for a continuation.
+    "draft": (),
+    "draft_extend": (),
+    "draft_search": (),
     # In detail.
     "cache_match": ("tokens", "hit_tokens"),
     "cache_insert": ("tokens",),
@@ -83,6 +92,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "logits": ("shape",),
     "sampler": ("shape",),
     # Before the engine serves, and between requests.
+    "start_engine": (),
     "load_model": (),
     "kv_init": (),
     "graph_capture": (),
@@ -91,6 +101,13 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "update_weights_from_distributed": (),
     "update_weights_from_tensor": (),
     "update_weights_from_ipc": (),
+    "load_adapter": ("adapter",),
+    "unload_adapter": ("adapter",),
+    "flush_cache": (),
+    "pause": (),
+    "resume": (),
+    "sleep": (),
+    "wake_up": (),
 }
 
 
@@ -126,6 +143,7 @@ class Request:
     presence_penalty: float | None
     stop_sequences: list[str] | None
     choice_count: int | None
+    output_type: str | None  # "json": its caller wants JSON
 
 
 class Manager:
@@ -159,6 +177,7 @@ class Outputs:
     each: Iterable[tuple[str, Any]]  # id, and why it ended or None: totals are read by ``counts``
     new: Iterable[tuple[str, str | None, int, int | None, int | None]]  # or what each message adds
     counts: tuple[int | None, int | None, int | None]  # prompt, output and cached tokens
+    tiers: tuple[int | None, int | None]  # of the cached ones, those from the host's memory and from storage
     text: str | None
     reason: str | None
 
@@ -206,6 +225,8 @@ class Req:
     output_tokens: int | None
     is_middle_chunk: bool | None  # its prompt goes on after the chunk whose result is processed
     is_prefill_only: bool | None
+    #: Tokens drafted for it so far, and how many of them were accepted at each position of a draft.
+    drafts: tuple[int, Sequence[int]] | None
 
 
 class Batch:

@@ -80,6 +80,17 @@ PRIORITY = "sgl_aspects.priority"
 #: Of speculative decoding: tokens that were drafted for a request, and how many of them it got. Metrics, too.
 DRAFTED_TOKENS = "sgl_aspects.speculation.drafted_tokens"
 ACCEPTED_TOKENS = "sgl_aspects.speculation.accepted_tokens"
+#: How many were accepted at each position of a draft, a list; of the metric the position, from 0.
+ACCEPTED_AT = "sgl_aspects.speculation.accepted_at"
+POSITION = "sgl_aspects.speculation.position"
+#: What a request's output must follow: json, regex, …; and its OpenTelemetry name, if the output is JSON.
+GRAMMAR_KIND = "sgl_aspects.grammar.kind"
+OUTPUT_TYPE = "gen_ai.output.type"
+#: The name of a LoRA adapter.
+ADAPTER = "sgl_aspects.adapter"
+#: Of the cached tokens of a prompt, those that came from the host's memory, and from storage.
+HOST_TOKENS = "sgl_aspects.prefix_cache.host_tokens"
+STORAGE_TOKENS = "sgl_aspects.prefix_cache.storage_tokens"
 #: For prefill and decode on two servers: the request's shared number, and the transferred bytes.
 BOOTSTRAP_ROOM = "sgl_aspects.bootstrap_room"
 KV_TRANSFER_BYTES = "sgl_aspects.kv_transfer.bytes"
@@ -131,23 +142,37 @@ REQUEST = SpanType(
         TIME_TO_FIRST_TOKEN: float,
         END_TO_END: float,
         OUTPUT_MESSAGES: str,
+        HOST_TOKENS: int,
+        STORAGE_TOKENS: int,
         # Of a request that failed.
         STATUS_CODE: int,
     },
 )
+TEMPLATE = SpanType("chat_template")
+#: Before it is tokenized: its adapter is loaded if it is not.
+WAIT_FOR_ADAPTER = SpanType("wait_for_adapter", {ADAPTER: str})
 TOKENIZE = SpanType("tokenize", {INPUT_TOKENS: int})
 DETOKENIZE = SpanType("detokenize", {DETOKENIZE_CALLS: int, DETOKENIZE_BUSY_TIME: float})
 #: A finish reason in the queue: the request ended there. Its own span has the error, if any.
 QUEUE = SpanType("queue", {FINISH_REASON: str})
 PREFILL = SpanType("prefill", {PREFILL_TOKENS: int, PREFILL_CHUNK: int})
 DECODE = SpanType(
-    "decode", {OUTPUT_TOKENS: int, FINISH_REASON: str, DRAFTED_TOKENS: int, ACCEPTED_TOKENS: int}
+    "decode",
+    {
+        OUTPUT_TOKENS: int,
+        FINISH_REASON: str,
+        DRAFTED_TOKENS: int,
+        ACCEPTED_TOKENS: int,
+        ACCEPTED_AT: list,
+    },
 )
+#: A request waits until the grammar of its output is compiled.
+GRAMMAR = SpanType("grammar", {GRAMMAR_KIND: str})
 #: For a prompt prefilled by one server and decoded by another.
 BOOTSTRAP = SpanType("bootstrap", {FINISH_REASON: str})
 KV_TRANSFER = SpanType("kv_transfer", {FINISH_REASON: str, KV_TRANSFER_BYTES: int})
 #: The phases of a request, one at a time, between and after the chunks of its prompt.
-PHASES = {type.name: type for type in (QUEUE, BOOTSTRAP, KV_TRANSFER, DECODE)}
+PHASES = {type.name: type for type in (QUEUE, GRAMMAR, BOOTSTRAP, KV_TRANSFER, DECODE)}
 
 # -- spans of a step -----------------------------------------------------------------------------------
 
@@ -161,6 +186,8 @@ STEP = SpanType(
         QUEUE_WAITING: int,
         QUEUE_RUNNING: int,
         KV_USAGE: float,
+        DRAFTED_TOKENS: int,
+        ACCEPTED_TOKENS: int,
     },
 )
 SCHEDULE = SpanType("schedule")
@@ -170,6 +197,12 @@ FORWARD = SpanType(
     {MODE: str, BATCH_SIZE: int, BATCH_TOKENS: int, DEVICE_NAME: str, DEVICE_TIME: float, GRAPH: str},
 )
 SAMPLE = SpanType("sample")
+#: Of speculation, below ``run_batch``: role → its span. The step's ``forward`` is the pass that verifies.
+DRAFTS = {
+    "draft": SpanType("draft"),
+    "draft_extend": SpanType("draft_extend"),
+    "draft_search": SpanType("draft"),
+}
 PROCESS_RESULT = SpanType("process_result")
 
 _TOKENS: dict[str, type] = {KV_TOKENS: int}
@@ -189,9 +222,11 @@ DETAILS = {
     "sampler": SpanType("sampler", _SHAPE),
 }
 
-# -- before an engine serves, and between requests: role → a trace of its own ---------------------------
+# -- before an engine serves, and between requests: role → its span -------------------------------------
+#: A trace of its own, or below the one in which it happens; linked to the requests under way.
 
 PREPARATIONS = {
+    "start_engine": SpanType("start_engine"),
     "load_model": SpanType("load_model"),
     "kv_init": SpanType("init_kv_cache"),
     "graph_capture": SpanType("capture_graphs"),
@@ -200,4 +235,11 @@ PREPARATIONS = {
     "update_weights_from_distributed": SpanType("update_weights"),
     "update_weights_from_tensor": SpanType("update_weights"),
     "update_weights_from_ipc": SpanType("update_weights"),
+    "load_adapter": SpanType("load_adapter", {ADAPTER: str}),
+    "unload_adapter": SpanType("unload_adapter", {ADAPTER: str}),
+    "flush_cache": SpanType("flush_cache"),
+    "pause": SpanType("pause"),
+    "resume": SpanType("resume"),
+    "sleep": SpanType("sleep"),
+    "wake_up": SpanType("wake_up"),
 }

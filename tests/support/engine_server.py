@@ -62,6 +62,15 @@ class EngineServer:
         assert response.status == status, content
         return json.loads(content)
 
+    def tell(self, path: str, body: dict[str, Any]) -> None:
+        """Post what has no JSON as its answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+        assert response.status == 200, content
+
     def leave(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
         """Request a streamed answer, and hang up after its first part."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)

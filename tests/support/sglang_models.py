@@ -27,14 +27,37 @@ def make_adapter(model: Path, folder: Path) -> Path:
     hidden, rank = config["hidden_size"], 8
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
-        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, hidden)
-        tensors[f"{name}.lora_B.weight"] = torch.randn(hidden, rank)
+        for part, heads in (("q", "num_attention_heads"), ("k", kv := "num_key_value_heads"), ("v", kv)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}_proj"
+            width = config[heads] * (config.get("head_dim") or hidden // config["num_attention_heads"])
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, hidden)
+            tensors[f"{name}.lora_B.weight"] = torch.randn(width, rank)
     folder.mkdir()
     save_file(tensors, str(folder / "adapter_model.safetensors"))
     settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 16}
-    more = {"target_modules": ["q_proj"], "bias": "none", "base_model_name_or_path": str(model)}
+    modules = ["q_proj", "k_proj", "v_proj"]
+    more = {"target_modules": modules, "bias": "none", "base_model_name_or_path": str(model)}
     (folder / "adapter_config.json").write_text(json.dumps({**settings, **more}))
+    return folder
+
+
+def make_eagle(model: Path, folder: Path) -> Path:
+    """A random EAGLE head for the small model: one layer over a token and the hidden state before it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden = config["hidden_size"]
+    tensors = {
+        name.removeprefix("model."): tensor
+        for file in model.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name
+    }
+    tensors["fc.weight"] = torch.randn(hidden, 2 * hidden) / hidden
+    folder.mkdir()
+    save_file(tensors, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     return folder
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.engine_server import EngineServer, start_server
+from tests.support.otlp_receiver import Receiver
 from tests.support.processes import free_port
 
 VLLM_SERVE = (str(Path(sys.executable).with_name("vllm")), "serve")
@@ -34,3 +35,14 @@ def serve(
     words += [word for pair in ARGUMENTS.items() for word in pair] + list(more)
     with start_server(EngineServer, words, port, log, {**ENVIRONMENT, **(environment or {})}) as server:
         yield server
+
+
+def traced(receiver: Receiver) -> dict[str, str]:
+    """Return the environment of a server that is traced to ``receiver``."""
+    return {
+        "SGL_ASPECTS_TRACE": "3",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_METRIC_EXPORT_INTERVAL": "500",
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+    }

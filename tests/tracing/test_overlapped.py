@@ -72,7 +72,11 @@ def recorder(engine: Engine) -> Iterator[Memory]:
 
 @pytest.fixture
 def scheduler(engine: Engine, recorder: Memory) -> Any:
-    return engine.load("sglang.srt.managers.scheduler").Scheduler()
+    """A scheduler; the record of its start is gone."""
+    scheduler = engine.load("sglang.srt.managers.scheduler").Scheduler()
+    recorder.begun.clear()
+    recorder.ended.clear()
+    return scheduler
 
 
 def request(scheduler: Any, rid: str) -> Any:

@@ -15,12 +15,15 @@ import time
 from typing import Any, NamedTuple
 
 from sgl_aspects.engines.base import Engine, Role
-from sgl_aspects.engines.sglang import details, disaggregation, processes
+from sgl_aspects.engines.sglang import details, disaggregation, processes, speculation
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 _DETOKENIZER = "sglang.srt.managers.detokenizer_manager:DetokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat"
+_GRAMMARS = "sglang.srt.constrained.grammar_manager:GrammarManager"
+_ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
 _REQ = "sglang.srt.managers.schedule_batch:Req"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 _UPDATER = f"{_COMPONENTS}.weight_updater:SchedulerWeightUpdaterManager"
@@ -72,6 +75,17 @@ def _adapter(request: Any) -> str | None:
     return str(path) if path and not isinstance(path, list) else None
 
 
+def _loaded(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str | None:
+    """Return the name of the adapter of a reference."""
+    name: str | None = getattr(args[1] if len(args) > 1 else kwargs["lora_ref"], "lora_name", None)
+    return name
+
+
+def _grammar_kind(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str | None:
+    req = args[1] if len(args) > 1 else kwargs["req"]
+    return str(req.grammar_key[0]) if getattr(req, "grammar_key", None) else None
+
+
 def _stop(request: Any) -> Any:
     stop = _sampling("stop")(request)
     return [stop] if isinstance(stop, str) else stop or None
@@ -99,6 +113,14 @@ def _counts(place: tuple[Any, int]) -> tuple[int | None, int | None, int | None]
     lists = [getattr(batch, f"{name}_tokens", None) for name in ("prompt", "completion", "cached")]
     prompt, completion, cached = [values[index] if values else None for values in lists]
     return prompt, completion, cached
+
+
+def _tiers(place: tuple[Any, int]) -> tuple[int | None, int | None] | None:
+    """Return the cached tokens that came from the host's memory and from storage."""
+    batch, index = place
+    details = getattr(batch, "cached_tokens_details", None)
+    found = details[index] if details else None
+    return None if found is None else (found.get("host"), found.get("storage"))
 
 
 def _reason_text(reason: Any) -> str | None:
@@ -206,6 +228,8 @@ SGLANG = Engine(
             ("_", "request:obj"),
             required=True,
         ),
+        "apply_template": Role((f"{_CHAT}._apply_*_template",)),
+        "await_adapter": Role((f"{_TOKENIZER}._validate_and_resolve_lora",), ("_", "request:obj")),
         "tokenize_request": Role((f"{_TOKENIZER}._tokenize_one_request",), ("_", "request:obj")),
         "send_request": Role(
             (f"{_TOKENIZER}._send_one_request",), ("_", "tokenized:tokenized_obj"), required=True
@@ -226,6 +250,15 @@ SGLANG = Engine(
         ),
         "abort_scheduled_request": Role(
             (f"{_SCHEDULER}.abort_request",), ("scheduler:self", "message:recv_req")
+        ),
+        "compile_grammar": Role(
+            (f"{_GRAMMARS}.process_req_with_grammar",),
+            ("_", "req"),
+            reads={"kind": _grammar_kind, "waits": lambda args, kwargs, result=None: result},
+        ),
+        "grammar_ready": Role(
+            (f"{_GRAMMARS}.get_ready_grammar_requests",),
+            reads={"reqs": lambda args, kwargs, result=None: result},
         ),
         "reject_request": Role((f"{_REQ}.set_finish_with_abort",), ("req:self",)),
         "retract": Role((f"{_REQ}.reset_for_retract",), ("req:self",)),
@@ -259,7 +292,16 @@ SGLANG = Engine(
             )
             for source in ("disk", "distributed", "tensor", "ipc")
         },
+        "start_engine": Role((f"{_SCHEDULER}.__init__",)),
+        "load_adapter": Role((f"{_ADAPTERS}.load_lora_adapter",), reads={"adapter": _loaded}),
+        "unload_adapter": Role((f"{_ADAPTERS}.unload_lora_adapter",), reads={"adapter": _loaded}),
+        "flush_cache": Role((f"{_SCHEDULER}.flush_cache",)),
+        "pause": Role((f"{_SCHEDULER}.pause_generation",)),
+        "resume": Role((f"{_SCHEDULER}.continue_generation",)),
+        "sleep": Role((f"{_UPDATER}.release_memory_occupation",)),
+        "wake_up": Role((f"{_UPDATER}.resume_memory_occupation",)),
         **details.ROLES,
+        **speculation.ROLES,
         **disaggregation.SCHEDULES,
         **processes.ROLES,
     },
@@ -288,6 +330,7 @@ SGLANG = Engine(
         "request.frequency_penalty": _sampling("frequency_penalty"),
         "request.presence_penalty": _sampling("presence_penalty"),
         "request.stop_sequences": _stop,
+        "request.output_type": lambda request: "json" if _sampling("json_schema")(request) else None,
         "http.path": "url.path",
         "manager.model": "served_model_name",
         "manager.description": lambda manager: processes.description(manager.server_args),
@@ -297,6 +340,7 @@ SGLANG = Engine(
         # Read for each request with each token: attributes not needed each time are read separately.
         "outputs.each": lambda outputs: zip(outputs.rids, outputs.finished_reasons),
         "outputs.counts": _counts,
+        "outputs.tiers": _tiers,
         "outputs.text": _piece,
         "request.messages": _messages,
         "reason.text": _reason_text,
@@ -314,6 +358,7 @@ SGLANG = Engine(
         "req.output_tokens": lambda req: len(req.output_ids),
         "req.is_middle_chunk": _is_middle_chunk,
         "req.is_prefill_only": "is_prefill_only",
+        "req.drafts": speculation.drafts,
         "batch.step_id": "forward_iter",
         "batch.mode": "forward_mode",
         "mode.name": lambda mode: _mode_of(mode).name,

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import re
 import time
-import zlib
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from sgl_aspects.engines.base import Engine, Outcome, Role
 from sgl_aspects.engines.device import platform_of
-from sgl_aspects.engines.vllm import disaggregation, processes
-from sgl_aspects.engines.vllm.scheduler import Scheduled
+from sgl_aspects.engines.vllm import batch, disaggregation, processes
 
 _ENGINE = "vllm.v1.engine"
 _LLM = f"{_ENGINE}.async_llm:AsyncLLM"
 _OUTPUTS = f"{_ENGINE}.output_processor:OutputProcessor"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_CORE = f"{_ENGINE}.core:EngineCore"
+_ADAPTERS = "vllm.lora.worker_manager:WorkerLoRAManager"
 _KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _EXECUTOR = "vllm.v1.executor.abstract:Executor+"
 _BEAMS = (
@@ -95,6 +95,12 @@ def _top_k(request: Any) -> int | None:
     return top_k if top_k and top_k > 0 else None  # 0 and -1: no limit
 
 
+def _output_type(request: Any) -> str | None:
+    wanted = _sampling("structured_outputs")(request)
+    is_json = wanted is not None and (wanted.json is not None or wanted.json_object)
+    return "json" if is_json else None
+
+
 def _tokenized_count(prompt: Any) -> int | None:
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     return None if ids is None else len(ids)
@@ -135,112 +141,30 @@ def _outputs(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) 
     return _Outputs(outputs, getattr(result, "reqs_to_abort", ()))
 
 
-# -- a batch, in the engine core and in its workers -------------------------------------------------------
+# -- a request in the engine core --------------------------------------------------------------------------
+
+_waiting = Role((), ("_", "req:request")).reader("req")
 
 
-_verified = Role((), ("_", "_", "drafted:num_draft_tokens", "_", "invalid:num_invalid_spec_tokens"))
+def _waits_for_grammar(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> bool:
+    request = _waiting(args, kwargs)
+    is_blocked = request.status.name == "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
+    return is_blocked and not request.structured_output_request.is_grammar_ready
 
 
-def _drafted(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
-    """Return the drafted tokens that a grammar allowed."""
-    invalid = _verified.reader("invalid")(args, kwargs) or {}
-    drafted = _verified.reader("drafted")(args, kwargs)
-    return int(drafted - invalid.get(kwargs.get("request_id"), 0))
+def _grammar_kind(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str:
+    key = _waiting(args, kwargs).structured_output_request.structured_output_key
+    return str(key[0].name.lower())
+
+
+def _loaded(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str | None:
+    name: str | None = getattr(args[1] if len(args) > 1 else kwargs["lora_request"], "lora_name", None)
+    return name
 
 
 def _finish_reason(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str:
     request = args[1] if len(args) > 1 else kwargs["request"]
     return str(request.get_finished_reason())
-
-
-class _Mode(NamedTuple):
-    name: str
-    is_speculative: bool = False
-
-
-_PREFILL, _DECODE, _MIXED = _Mode("prefill"), _Mode("decode"), _Mode("mixed")
-_SPECULATIVE = _Mode("decode", True)
-
-
-def _mode(batch: Any) -> _Mode:
-    cached, tokens = batch.scheduled_cached_reqs, batch.num_scheduled_tokens
-    prompts = len(batch.scheduled_new_reqs) + cached.num_output_tokens.count(0) + len(cached.resumed_req_ids)
-    if not prompts:
-        if batch.total_num_scheduled_tokens == len(tokens):
-            return _DECODE
-        # A preempted request is prefilled again with prompt and output, chunk by chunk; or tokens are
-        # speculative.
-        guessed = batch.scheduled_spec_decode_tokens
-        prompts = sum(count > 1 + len(guessed.get(rid, ())) for rid, count in tokens.items())
-    return _SPECULATIVE if not prompts else _PREFILL if prompts >= len(tokens) else _MIXED
-
-
-def shared_id(batch: Any) -> int | None:
-    """Return a number for a batch that the engine core and each worker can derive from the message.
-
-    From its first request: the id, and its progress. A request never has the same progress twice: each batch
-    advances it, and a preempted one starts again with more output.
-    """
-    cached = batch.scheduled_cached_reqs
-    if cached.req_ids:
-        rid, computed, output = cached.req_ids[0], cached.num_computed_tokens[0], cached.num_output_tokens[0]
-    elif batch.scheduled_new_reqs:
-        first = batch.scheduled_new_reqs[0]
-        rid, computed, output = first.req_id, first.num_computed_tokens, 0
-    else:
-        return None
-    place = (computed * 0x9E37_79B1 + output * 0x85EB_CA6B) & 0xFFF_FFFF
-    return int(1 << 63 | zlib.crc32(rid.encode()) << 28 | place)
-
-
-def _graph(result: Any) -> str | None:
-    """Return a runner's choice for a forward pass: its first value is a mode, or a batch that has one."""
-    mode = getattr(result[0], "cg_mode", result[0]) if isinstance(result, tuple) and result else None
-    return None if mode is None else "eager" if mode.name == "NONE" else "replayed"
-
-
-_scheduled = Scheduled()
-
-
-def _reqs(batch: Any) -> Any:
-    """Return the ids of its requests; the same object while they are the same."""
-    global _latest
-    if batch.num_scheduled_tokens.keys() != _latest.keys():
-        _latest = batch.num_scheduled_tokens
-    return _latest
-
-
-_latest: dict[str, int] = {}
-
-
-def _summary(batch: Any) -> tuple[_Mode, Any] | None:
-    """Return mode and requests; None for a batch that only lists ended requests, for the workers.
-
-    Nearly every step decodes the requests of the one before, which takes no other call: as many tokens as
-    requests, none of them new or scheduled again.
-    """
-    global _decoded, _decoding
-    cached = batch.scheduled_cached_reqs
-    if (
-        cached.req_ids == _decoding
-        and batch.total_num_scheduled_tokens == len(_decoding)
-        and not cached.resumed_req_ids
-        and not _scheduled.seen
-    ):
-        return _decoded
-    if _scheduled.seen:
-        _scheduled.begin_transfers()
-    if not batch.num_scheduled_tokens:
-        return None
-    found = _mode(batch), _reqs(batch)
-    if found[0] is _DECODE:
-        _decoded, _decoding = found, list(cached.req_ids)
-    return found
-
-
-#: The summary of the latest batch that decodes, and its requests in the order of the message.
-_decoded: tuple[_Mode, Any] | None = None
-_decoding: list[str] = []
 
 
 VLLM = Engine(
@@ -253,6 +177,7 @@ VLLM = Engine(
         "serve_pooling": Role((f"{_LLM}.encode",), ("manager:self",)),
         "serve_search": Role(_BEAMS, reads={"manager": _searcher, "request": _search}),
         "submit_request": Role((f"{_ENGINE}.llm_engine:LLMEngine.add_request",), ("manager:self",)),
+        "apply_template": Role(("vllm.renderers.base:BaseRenderer+.render_messages_async",)),
         "tokenize_prompt": Role(("vllm.renderers.base:BaseRenderer.tokenize_prompt_async",)),
         # A static method; the request has its id on its exit.
         "receive_request": Role(
@@ -280,7 +205,19 @@ VLLM = Engine(
         "verify_draft": Role(
             (f"{_SCHEDULER}.make_spec_decoding_stats",),
             ("_", "_", "drafted:num_draft_tokens", "accepted:num_accepted_tokens", "_", "rid:request_id"),
-            reads={"drafted": _drafted},
+            reads={"drafted": batch.drafted},
+        ),
+        "compile_grammar": Role(
+            (f"{_SCHEDULER}._enqueue_waiting_request",),
+            ("_", "req:request"),
+            reads={"kind": _grammar_kind, "waits": _waits_for_grammar},
+        ),
+        "grammar_ready": Role(
+            (
+                f"{_SCHEDULER}._handle_blocked_waiting_request",
+                f"{_SCHEDULER}._try_promote_blocked_waiting_request",
+            ),
+            reads={"reqs": lambda args, kwargs, result=None: [_waiting(args, kwargs)] if result else ()},
         ),
         "retract": Role((f"{_SCHEDULER}._preempt_request",), ("_", "req:request")),
         "schedule": Role((f"{_SCHEDULER}.schedule",), required=True),
@@ -297,16 +234,24 @@ VLLM = Engine(
         # In each worker's process, or in the engine core's where there is one device.
         "forward": Role((f"{_RUNNER}.execute_model",), ("model_runner:self", "batch:scheduler_output")),
         "sample": Role((f"{_RUNNER}.sample_tokens",)),
+        "draft": Role((f"{_RUNNER}.propose_draft_token_ids",)),
         "graph_mode": Role(
             (
                 f"{_RUNNER}._determine_batch_execution_and_padding",
                 "vllm.v1.worker.gpu.dp_utils:dispatch_cg_and_sync_dp",
             ),
-            reads={"graph": lambda args, kwargs, result=None: _graph(result)},
+            reads={"graph": lambda args, kwargs, result=None: batch.graph(result)},
         ),
         "graph_capture": Role((f"{_RUNNER}.capture_model",)),
         "load_model": Role(("vllm.v1.worker.**:*PUModelRunner.load_model",)),
         "kv_init": Role((f"{_RUNNER}.initialize_kv_cache",)),
+        "start_engine": Role((f"{_CORE}.__init__",)),
+        "load_adapter": Role((f"{_ADAPTERS}._load_adapter",), reads={"adapter": _loaded}),
+        "flush_cache": Role((f"{_CORE}.reset_prefix_cache",)),
+        "pause": Role((f"{_CORE}+.pause_scheduler",)),
+        "resume": Role((f"{_CORE}+.resume_scheduler",)),
+        "sleep": Role((f"{_CORE}.sleep",)),
+        "wake_up": Role((f"{_CORE}.wake_up",)),
         # In detail.
         "cache_match": Role(
             (f"{_KV_CACHE}.get_computed_blocks",),
@@ -329,6 +274,7 @@ VLLM = Engine(
         "request.shared_key": disaggregation.shared_key,
         "request.is_first_server": disaggregation.is_first_server,
         "request.response_id": _response_id,
+        "request.output_type": _output_type,
         "request.answer_count": _answers,
         "request.answer_rids": _answer_rids,
         "request.choice_count": _choice_count,
@@ -353,14 +299,14 @@ VLLM = Engine(
         "message.prompt_tokens": "num_prompt_tokens",
         "req.rid": lambda req: req if isinstance(req, str) else req.request_id,
         "req.output_tokens": "num_output_tokens",
-        "batch.mode": _mode,
+        "batch.mode": batch.mode,
         "mode.name": "name",
         "mode.is_speculative": "is_speculative",
-        "batch.reqs": _reqs,
-        "batch.prefills": _scheduled.prompts,
+        "batch.reqs": batch.reqs,
+        "batch.prefills": batch.scheduled.prompts,
         "batch.num_tokens": "total_num_scheduled_tokens",
-        "batch.shared_id": shared_id,
-        "batch.summary": _summary,
+        "batch.shared_id": batch.shared_id,
+        "batch.summary": batch.summary,
         "scheduler.waiting": lambda scheduler: len(scheduler.waiting),
         "scheduler.running": lambda scheduler: len(scheduler.running),
         "scheduler.kv_usage": "kv_cache_manager.usage",
@@ -368,6 +314,6 @@ VLLM = Engine(
         "model_runner.platform": lambda runner: platform_of(str(runner.device)),
     },
     own_roles=disaggregation.ROLES,
-    observers=_scheduled.observations,
+    observers=batch.scheduled.observations,
     outcomes={"repetition": Outcome.STOPPED},
 )

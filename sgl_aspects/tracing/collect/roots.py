@@ -21,7 +21,7 @@ LATENCIES = {
     "decode": schema.TIME_IN_DECODE,
 }
 #: In which a request comes to its scheduler.
-_FIRST_PHASES = (schema.QUEUE.name, schema.BOOTSTRAP.name)
+_FIRST_PHASES = (schema.QUEUE.name, schema.GRAMMAR.name, schema.BOOTSTRAP.name)
 #: The spans below a request that ``Root.note`` reads.
 NOTED = frozenset((*LATENCIES, *_FIRST_PHASES, schema.TOKENIZE.name))
 

@@ -155,7 +155,9 @@ class EngineMetrics:
         drafted, accepted = values.get(schema.DRAFTED_TOKENS), values.get(schema.ACCEPTED_TOKENS)
         if isinstance(drafted, int) and isinstance(accepted, int):
             self._drafted.add(drafted, {})
-            self._accepted.add(accepted, {})
+            found: Any = values.get(schema.ACCEPTED_AT)
+            for position, count in enumerate(found if isinstance(found, list) else [accepted]):
+                self._accepted.add(count, {schema.POSITION: str(position)})
 
     def request_ended(self, begin: RequestBegin, end: SpanEnd, first_token_ns: int) -> None:
         """Count an ended request. ``first_token_ns``: the scheduler's (0: none), for non-streamed answers."""

@@ -26,6 +26,7 @@ from sgl_aspects.tracing.schema import (
     HEADER_REQUEST_ID,
     INPUT_MESSAGES,
     OPERATION,
+    OUTPUT_TYPE,
     PRIORITY,
     PROVIDER,
     REQUEST,
@@ -34,8 +35,10 @@ from sgl_aspects.tracing.schema import (
     REQUEST_MODEL,
     REQUEST_PREFIX,
     RESPONSE_MODEL,
+    TEMPLATE,
     TENANT,
     TOKENIZE,
+    WAIT_FOR_ADAPTER,
 )
 
 _IDLE_NS = 60_000_000_000
@@ -121,6 +124,8 @@ class CallTracker:
         self._parent_based = options.parent_based
         self._write_request = recorder.spans(REQUEST)
         self._write_tokenize = recorder.spans(TOKENIZE)
+        self._write_template = recorder.spans(TEMPLATE)
+        self._write_wait = recorder.spans(WAIT_FOR_ADAPTER)
         self._write_detokenize = recorder.spans(DETOKENIZE)
         reader = engine.reader
         self._rids = reader("request.rids")
@@ -134,14 +139,15 @@ class CallTracker:
         self._attributes = {
             REQUEST_PREFIX + name: reader(f"request.{name.replace('.', '_')}") for name in REQUEST_ATTRIBUTES
         }
-        self._room, self._priority = reader("request.bootstrap_room"), reader("request.priority")
+        more = {PRIORITY: "priority", BOOTSTRAP_ROOM: "bootstrap_room", OUTPUT_TYPE: "output_type"}
+        self._attributes |= {name: reader(f"request.{attribute}") for name, attribute in more.items()}
         self._is_first = reader("request.is_first_server")
         self._is_first_server = reader("manager.is_first_server")
         self._model = reader("manager.model")
         self._requested_model = reader("request.model")
         self._description = reader("manager.description")
         self._in_flight = reader("manager.in_flight")
-        self._counts = reader("outputs.counts")
+        self._counts, self._tiers = reader("outputs.counts"), reader("outputs.tiers")
         self._reason = reader("outputs.reason")
 
     # -- begun ----------------------------------------------------------------------------------------------
@@ -186,12 +192,6 @@ class CallTracker:
             value = read(request)
             if value is not None and value != ():
                 attributes[name] = value
-        priority = self._priority(request)
-        if priority is not None:
-            attributes[PRIORITY] = priority
-        room = self._room(request)
-        if room is not None:
-            attributes[BOOTSTRAP_ROOM] = room
         if self._tenant and (tenant := tenant or tenant_of(headers, self._tenant)):
             attributes[TENANT] = tenant
         callers_id = (headers or {}).get("x-request-id")
@@ -274,6 +274,16 @@ class CallTracker:
         start_ns, end_ns, count, problem = part
         root = call.span_id
         self._write_tokenize(self._recorder.new_id(), root, root, start_ns, end_ns, (count,), problem)
+
+    def templated_before(self, call: Call, part: tuple[int, int, str]) -> None:
+        """Record the use of a chat template before the request began: start, end and error."""
+        root = call.span_id
+        self._write_template(self._recorder.new_id(), root, root, *part[:2], (), part[2])
+
+    def waited_for_adapter(self, call: Call, adapter: str, start_ns: int, problem: str) -> None:
+        """Record how long it waited until its adapter was there."""
+        root = call.span_id
+        self._write_wait(self._recorder.new_id(), root, root, start_ns, monotonic_ns(), (adapter,), problem)
 
     def sent(self, call: Call) -> None:
         """Record that the request is about to be handed to the scheduler."""
@@ -391,6 +401,7 @@ class CallTracker:
         answers = call.answers_of_the_caller if call.is_group else [call]
         counts = [one.tokens or self._counts(one.latest) for one in answers if one.tokens or one.latest]
         prompt, output, cached = map(_total, zip(*counts)) if counts else (None, None, None)
+        tiers = self._tiers(call.latest) if call.latest and not call.is_group else None
         if call.is_group:  # a prompt counts once, for all of its samples
             prompt, cached = (total and total // call.samples for total in (prompt, cached))
         if call.is_search and counts:
@@ -422,6 +433,7 @@ class CallTracker:
             to_first,
             max(0, end_ns - call.start_ns) / 1e9 if not call.is_attached else None,
             text,
+            *(tiers or (None, None)),
             status,
         ]
         self._write(call, end_ns, of_request, problem)

@@ -43,6 +43,8 @@ class Exchange:
     is_over: bool = False
     is_whole: bool = False
     tokenized: list[tuple[int, int, int | None, str]] = field(default_factory=list)
+    #: Uses of a chat template before the request began: start, end, error.
+    templated: list[tuple[int, int, str]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
     @property

@@ -7,8 +7,8 @@ never overlap, and each token is in one of them, whatever the order in which the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any
 
@@ -38,8 +38,11 @@ class ScheduledRequest:
     #: The end of the latest chunk, and the output tokens before the open phase.
     fed_ns: int = 0
     decoded: int = 0
-    #: Drafted and accepted tokens in the open ``decode``; None without speculation.
-    drafts: tuple[int | None, int | None] = (None, None)
+    #: Tokens drafted so far, and how many of them were accepted at each position; and those before the open
+    #: ``decode``.
+    drafted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    drafts_before: tuple[int, list[int]] = (0, [])
     #: Tokens of its prompt that were fed to the model before its first output.
     fed: int = 0
     #: The phase that follows the last chunk of the prompt.
@@ -117,13 +120,19 @@ class RequestTracker:
             self._close(request, now, problem=problem)
             self._open(request, phase, now)
 
-    def begins_in(self, rid: str, phase: str, after_prefill: str = DECODE.name) -> None:
+    def begins_in(
+        self,
+        rid: str,
+        phase: str,
+        after_prefill: str = DECODE.name,
+        values: tuple[AttributeValue, ...] = (),
+    ) -> None:
         """Relabel the queue phase: since it was queued the request has been in this phase."""
         request = self.requests.get(rid)
         if request is not None:
             request.after_prefill = after_prefill
         if request is not None and request.phase == QUEUE.name:
-            request.phase = phase
+            request.phase, request.values = phase, values
             self._announce(PHASES[phase], request.phase_id, request.key, request.key, request.phase_ns)
 
     def launched(self, request: ScheduledRequest, now: int) -> None:
@@ -192,14 +201,29 @@ class RequestTracker:
         """Note tokens that a step drafted for a request, and how many of them it accepted."""
         request = self.requests.get(rid)
         if request is not None:
-            before = request.drafts
-            request.drafts = (before[0] or 0) + drafted, (before[1] or 0) + accepted
+            request.drafted += drafted
+            at = request.accepted_at
+            at.extend([0] * (accepted - len(at)))
+            for position in range(accepted):
+                at[position] += 1
+
+    def drafts(self, rid: str, totals: tuple[int, Sequence[int]] | None) -> None:
+        """Set the tokens drafted for a request so far, and how many were accepted at each position."""
+        request = self.requests.get(rid)
+        if request is not None and totals is not None:
+            request.drafted, request.accepted_at = totals[0], [*totals[1]]
 
     def _decoded(
         self, request: ScheduledRequest, output_tokens: int | None, reason: str | None
     ) -> tuple[AttributeValue, ...]:
         """Return the values of the open ``decode``: its tokens are the answer's but for earlier ones'."""
-        drafts, request.drafts = request.drafts, (None, None)
+        drafts: tuple[AttributeValue, ...] = ()
+        if request.drafted:
+            drafted, at = request.drafts_before
+            request.drafts_before = request.drafted, [*request.accepted_at]
+            before_at = [*at, *[0] * len(request.accepted_at)]
+            new_at = [count - before for count, before in zip(request.accepted_at, before_at)]
+            drafts = request.drafted - drafted, sum(new_at), new_at
         if output_tokens is None:
             return (None, reason, *drafts)
         before, request.decoded = request.decoded, output_tokens

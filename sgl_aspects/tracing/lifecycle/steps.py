@@ -255,6 +255,19 @@ class StepTracker(native.Tracker):
         while len(self.late) >= layout.MOST_LATE:
             self._write(self.late.pop(0))
 
+    def drafted(self, drafted: int, accepted: int, *, are_counted: bool) -> None:
+        """Note tokens that were drafted for the step whose result is processed.
+
+        ``are_counted``: they are among the step's tokens, which the model was fed.
+        """
+        step = self.running
+        if step is not None:
+            words, block = step.words, step.block
+            if not are_counted and words[block + layout.STEP_TOKENS]:
+                words[block + layout.STEP_TOKENS] += drafted
+            words[block + layout.STEP_DRAFTED] = (words[block + layout.STEP_DRAFTED] or 1) + drafted
+            words[block + layout.STEP_ACCEPTED] = (words[block + layout.STEP_ACCEPTED] or 1) + accepted
+
     def _write(self, step: Step) -> None:
         """Write the step's record and free its object."""
         self._recorder.end_step(step.steps, step.block)

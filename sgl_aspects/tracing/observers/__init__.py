@@ -21,6 +21,7 @@ from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.alone import AloneObserver
 from sgl_aspects.tracing.observers.calling import CallingObserver
 from sgl_aspects.tracing.observers.detail import DetailObserver
+from sgl_aspects.tracing.observers.draft import DraftObserver
 from sgl_aspects.tracing.observers.exchanged import HTTP_ROLES, ExchangeObserver
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.function import FunctionObserver
@@ -72,7 +73,9 @@ def _weave_engine(
     trackers = Trackers.of(engine, recorder, options)
     undo.append(add_source(trackers.steps.current_span))
     forward = ForwardObserver(trackers)
-    woven = WovenLevels(engine, [*_observations(trackers), *forward.observations()])
+    drafts = DraftObserver(trackers, forward)
+    own = [*_observations(trackers), *forward.observations(), *drafts.observations()]
+    woven = WovenLevels(engine, own)
     undo += [forward.worker.flush, woven.remove, trackers.steps.flush]
     trackers.steps.on_level = woven.set_level
     woven.set_level(recorder.level)

@@ -1,6 +1,7 @@
 """A process: its description at its start, and at level 2 what it does before it serves and between requests.
 
-Roles named ``describe…`` read the description as ``description``.
+Roles named ``describe…`` read the description as ``description``. What a process does is a trace of its own,
+or below the one in which it happens, and linked to the requests under way in it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from collections.abc import Iterator
 from time import monotonic_ns
 from typing import Any
 
-from sgl_aspects.engines.contract import Observation
+from sgl_aspects.engines.contract import ROLES, Observation
 from sgl_aspects.tracing.context import leave
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.record.recorder import Recorder
-from sgl_aspects.tracing.records import SpanType, error_type
+from sgl_aspects.tracing.records import error_type
 from sgl_aspects.tracing.schema import PREPARATIONS
 
 _ROLES = ("describe_server", "describe_detokenizer", "describe_scheduler", "describe_worker")
@@ -42,12 +42,14 @@ class ProcessObserver:
 
 
 class PreparationObserver:
-    """Spans ``load_model``, ``init_kv_cache``, ``capture_graphs``, ``update_weights``, each in its trace."""
+    """Spans such as ``load_model``, ``capture_graphs``, ``load_adapter`` and ``pause``."""
 
     def __init__(self, trackers: Trackers) -> None:
+        #: Trace and span of those that are open, the innermost last: they run in one thread.
+        open_spans: list[tuple[int, int]] = []
         self._preparations = {
-            role: _Preparation(trackers.recorder, type)
-            for role, type in PREPARATIONS.items()
+            role: _Preparation(trackers, role, open_spans)
+            for role in PREPARATIONS
             if role in trackers.engine.roles
         }
 
@@ -56,21 +58,29 @@ class PreparationObserver:
 
 
 class _Preparation:
-    def __init__(self, recorder: Recorder, type: SpanType) -> None:
-        self._recorder = recorder
-        self._type = type
-        self._write = recorder.spans(type)
+    def __init__(self, trackers: Trackers, role: str, open_spans: list[tuple[int, int]]) -> None:
+        self._recorder, self._requests = trackers.recorder, trackers.requests.requests
+        self._type, self._open = PREPARATIONS[role], open_spans
+        self._readers = [trackers.engine.call_reader(role, argument) for argument in ROLES[role]]
+        self._write = trackers.recorder.spans(self._type)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._recorder.level < 2:
             return None
         span_id, start_ns = self._recorder.new_id(), monotonic_ns()
+        root_id, parent_id = self._open[-1] if self._open else (span_id, 0)
         # Announced: it may take minutes, and the process may die of it.
-        self._recorder.announce(self._type, span_id, span_id, 0, start_ns)
-        return span_id, start_ns, self._recorder.enter(self._type, span_id, span_id, 0, start_ns)
+        self._recorder.announce(self._type, span_id, root_id, parent_id, start_ns)
+        self._open.append((root_id, span_id))
+        opened = self._recorder.enter(self._type, span_id, root_id, parent_id, start_ns)
+        links = [request.key for request in self._requests.values()]
+        values = [read(args, kwargs) for read in self._readers]
+        return span_id, root_id, parent_id, start_ns, opened, values, links
 
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is not None:
-            span_id, start_ns, opened = token
+            span_id, root_id, parent_id, start_ns, opened, values, links = token
+            self._open.remove((root_id, span_id))
             leave(opened)
-            self._write(span_id, span_id, 0, start_ns, monotonic_ns(), (), error_type(error))
+            end_ns, problem = monotonic_ns(), error_type(error)
+            self._write(span_id, root_id, parent_id, start_ns, end_ns, values, problem, links)

@@ -10,6 +10,7 @@ from sgl_aspects.engines import Outcome
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.records import error_type
+from sgl_aspects.tracing.schema import GRAMMAR, QUEUE
 
 
 class QueueObserver:
@@ -30,6 +31,12 @@ class QueueObserver:
         self._end_reason = call("end_scheduled_request", "finish_reason")
         self._finish_reason = reader("req.finish_reason")
         self._draft = [call("verify_draft", name) for name in ("rid", "drafted", "accepted")]
+        self._batch_drafts = [call("verify_drafts", name) for name in ("drafted", "accepted")]
+        self._drafts = reader("req.drafts")
+        self._compiled = call("compile_grammar", "req")
+        self._kind, self._waits = call("compile_grammar", "kind"), call("compile_grammar", "waits")
+        self._ready = call("grammar_ready", "reqs")
+        self._steps = trackers.steps
         self._front_end = reader("scheduler.front_end")
         self._prompt_tokens = reader("message.prompt_tokens")
         self._message_rid = reader("message.rid")
@@ -53,6 +60,9 @@ class QueueObserver:
             Observation("end_scheduled_request", self._end_enter),
             Observation("cancel_requests", None, self._cancel_exit),
             Observation("verify_draft", self._verify_enter),
+            Observation("verify_drafts", _note_call, self._verify_exit),
+            Observation("compile_grammar", _note_call, self._compile_exit),
+            Observation("grammar_ready", _note_call, self._ready_exit),
         ]
 
     def _add_enter(self, role: str) -> Callable[[tuple[Any, ...], dict[str, Any]], str | None]:
@@ -110,6 +120,7 @@ class QueueObserver:
 
     def _retract_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         req = self._retracted(args, kwargs)
+        self._requests.drafts(self._rid(req), self._drafts(req))
         self._requests.preempted(self._rid(req), self._output_tokens(req))
 
     def _end_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -121,12 +132,35 @@ class QueueObserver:
         self._requests.finished(self._rid(req), self._output_tokens(req), reason, problem, monotonic_ns())
 
     def _verify_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rid, drafted, accepted = (read(args, kwargs) for read in self._draft)
+        read_rid, read_drafted, read_accepted = self._draft
+        drafted, accepted = read_drafted(args, kwargs), read_accepted(args, kwargs)
         if drafted:
-            self._requests.drafted(rid, drafted, accepted)
+            self._requests.drafted(read_rid(args, kwargs), drafted, accepted)
+            self._steps.drafted(drafted, accepted, are_counted=True)
+
+    def _verify_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        drafted, accepted = (read(*token, result) for read in self._batch_drafts)
+        if drafted:
+            self._steps.drafted(drafted, accepted, are_counted=False)
+
+    def _compile_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if error is None and self._waits(*token, result):
+            rid = self._rid(self._compiled(*token, result))
+            self._requests.begins_in(rid, GRAMMAR.name, values=(self._kind(*token, result),))
+
+    def _ready_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        for req in self._ready(*token, result) or ():
+            rid = self._rid(req)
+            request = self._requests.requests.get(rid)
+            if request is not None and request.phase == GRAMMAR.name:
+                self._requests.enter(rid, QUEUE.name)
 
     def _cancel_exit(self, token: None, reqs: Any, error: BaseException | None) -> None:
         """End requests whose callers are gone; most often there are none."""
         for req in reqs or ():
             problem = Outcome.ABORTED.problem
             self._requests.finished(self._rid(req), self._output_tokens(req), "abort", problem)
+
+
+def _note_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args, kwargs

@@ -75,6 +75,7 @@ class ServingObserver:
         self._all_aborted = call("receive_abort", "aborted")
         self._begun = {role: call(role, "request") for role in ("begin_request", "begin_stream")}
         self._rids = reader("request.rids")
+        self._awaiting, self._adapter = call("await_adapter", "request"), reader("request.model")
         self._is_probe = reader("request.is_probe")
         self._is_single = reader("request.is_single")
         self._received_ns = reader("request.received_ns")
@@ -103,6 +104,8 @@ class ServingObserver:
             Observation("submit_request", self._serve_enter("submit_request"), self._submit_exit),
             Observation("receive_request", self._receive_enter, self._receive_exit),
             *(Observation(role, self._begin_enter(role), self._begin_exit) for role in self._begun),
+            Observation("await_adapter", self._adapter_enter, self._adapter_exit),
+            Observation("apply_template", self._template_enter, self._template_exit),
             Observation("tokenize_prompt", self._prompt_enter, self._tokenize_exit),
             Observation("tokenize_request", self._tokenize_enter, self._tokenize_exit),
             Observation("send_request", self._send_enter, self._send_exit),
@@ -206,6 +209,8 @@ class ServingObserver:
         tokenized = serving.tokenized or (exchange.tokenized if exchange is not None else [])
         if tokenized:
             self._calls.tokenized_before(call, tokenized.pop(0))
+        if exchange is not None and exchange.templated:
+            self._calls.templated_before(call, exchange.templated.pop(0))
         return call
 
     def _begin_enter(self, role: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
@@ -228,6 +233,26 @@ class ServingObserver:
                 self._calls.end(call, self._reason(call.latest) or "unknown")
 
     # -- on its way to the scheduler ------------------------------------------------------------------------
+
+    def _adapter_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        request = self._awaiting(args, kwargs)
+        adapter = self._adapter(request)
+        call = self._calls.live.get(self._rids(request)[0]) if adapter else None
+        return None if call is None else (call, adapter, monotonic_ns())
+
+    def _adapter_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is not None:
+            call, adapter, start_ns = token
+            self._calls.waited_for_adapter(call, adapter, start_ns, error_type(error))
+
+    def _template_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        exchange = current_exchange.get()
+        return (exchange, monotonic_ns()) if exchange is not None and self._recorder.level else None
+
+    def _template_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is not None:
+            exchange, start_ns = token
+            exchange.templated.append((start_ns, monotonic_ns(), error_type(error)))
 
     def _prompt_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = _serving.get() or current_exchange.get()

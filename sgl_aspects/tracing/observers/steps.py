@@ -70,6 +70,7 @@ class StepObserver(native.StepPath):
         self._finish_reason = reader("req.finish_reason")
         self._outcome = engine.outcome
         self._output_tokens = reader("req.output_tokens")
+        self._drafts = reader("req.drafts")
         self._step_number = reader("batch.step_id")
         self._shared_id = reader("batch.shared_id") if engine.has("batch.shared_id") else None
         self._queues = engine.values_reader("scheduler", ("waiting", "running"))
@@ -317,4 +318,5 @@ class StepObserver(native.StepPath):
                 reason = self._finish_reason(req)
                 problem = request.problem or (self._outcome(reason).problem if reason else "")
                 now = self._released_ns.pop(request.rid, 0)
+                requests.drafts(request.rid, self._drafts(req))
                 requests.finished(request.rid, self._output_tokens(req), reason, problem, now)

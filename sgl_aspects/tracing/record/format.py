@@ -88,7 +88,9 @@ MARK_OFFSET = SLOT_BYTES - 8
     STEP_DEVICE_NAME,
     STEP_ERROR,
     STEP_FAILED,
-) = range(STEP_FIELDS := 25)
+    STEP_DRAFTED,
+    STEP_ACCEPTED,
+) = range(STEP_FIELDS := 27)
 STEP_WORDS = SLOT_BYTES // 8
 #: Figures are stored plus one, so that 0 is "unknown": numbers, nanoseconds, and the usage in millionths.
 KV_USAGE_UNIT = 1_000_000

@@ -50,6 +50,8 @@ def spans_of(
         _figure(words[layout.STEP_WAITING]),
         _figure(words[layout.STEP_RUNNING]),
         None if usage is None else usage / layout.KV_USAGE_UNIT,
+        _figure(words[layout.STEP_DRAFTED]),
+        _figure(words[layout.STEP_ACCEPTED]),
     ]
     found = [SpanEnd(schema.STEP, step_id, step_id, 0, start, end, values, error, links)]
     if not step_id:

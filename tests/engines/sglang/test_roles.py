@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,3 +59,26 @@ def test_details_are_read_of_older_and_newer_calls() -> None:
     assert shape((layer, SimpleNamespace(shape=(2, 64))), {}) == "2x64"
     assert SGLANG.call_reader("operator", "operator")((layer,), {}) == "norm.rms_norm"
     assert SGLANG.call_reader("operator", "implementation")((layer,), {}) == "len"
+
+
+def test_cached_tokens_are_told_by_where_they_came_from() -> None:
+    """As in SGLang's messages, of one request in each; those of older versions do not have them."""
+    read = SGLANG.reader("outputs.tiers")
+    details = [{"device": 8, "host": 4}, None, {"device": 0, "host": 0, "storage": 16}]
+    message = SimpleNamespace(cached_tokens_details=details)
+    assert [read((message, index)) for index in range(3)] == [(4, None), None, (0, 16)]
+    assert read((SimpleNamespace(), 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("histogram", "accepted_at"), [([3], []), ([1, 2], [2]), ([0, 2, 0, 1], [3, 1, 1]), ([], [])]
+)
+def test_acceptance_by_position_is_read_of_how_many_were_right(
+    histogram: list[int], accepted_at: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = SimpleNamespace(get_spec=lambda: SimpleNamespace(speculative_num_draft_tokens=4))
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    read = SGLANG.reader("req.drafts")
+    req = SimpleNamespace(spec_verify_ct=3, spec_correct_drafts_histogram=histogram)
+    assert read(req) == (9, accepted_at)
+    assert read(SimpleNamespace(spec_verify_ct=0)) is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_aspects.engines import VLLM
-from sgl_aspects.engines.vllm.roles import shared_id
+from sgl_aspects.engines.vllm.batch import shared_id
 from sgl_aspects.engines.vllm.scheduler import Scheduled
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.context import trace_id_of_root

@@ -4,13 +4,10 @@ test-vllm).
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +21,7 @@ from tests.support.callers import CALLER, by_trace, orphans, parent, trace_id
 from tests.support.otlp_receiver import Receiver, Span
 from tests.support.phases import assert_whole, engine_receiver
 from tests.support.sglang_models import make_adapter, make_mini
-from tests.support.vllm_server import ENVIRONMENT, serve
+from tests.support.vllm_server import ENVIRONMENT, serve, traced
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -45,16 +42,6 @@ class Run:
 
     def below(self, root: Span) -> Counter[str]:
         return Counter(span.name for span in self.traces[root.trace_id] if span.parent_id == root.span_id)
-
-
-def traced(receiver: Receiver) -> dict[str, str]:
-    return {
-        "SGL_ASPECTS_TRACE": "3",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-        "OTEL_METRIC_EXPORT_INTERVAL": "500",
-        "OTEL_BSP_SCHEDULE_DELAY": "100",
-    }
 
 
 @pytest.fixture(scope="module")
@@ -214,34 +201,6 @@ def test_an_engine_without_a_server_has_requests(model: Path, tmp_path: Path) ->
     steps = receiver.named("scheduler.step")
     assert steps
     assert all(step.links for step in steps)
-
-
-def test_drafts_are_counted_as_the_engine_counts_them(model: Path, tmp_path: Path) -> None:
-    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with engine_receiver() as receiver:
-        options = ["--dtype", "float32", "--enforce-eager", "--speculative-config", json.dumps(config)]
-        with serve(model, tmp_path / "log", more=options, environment=traced(receiver)) as server:
-            body = {"model": "mini", "prompt": "a fox a fox a fox", "ignore_eos": True, "temperature": 0}
-            for number in range(3):
-                server.post("/v1/completions", {**body, "max_tokens": 300 + number}, parent(number))
-            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as response:
-                theirs = response.read().decode()
-            receiver.wait_for(lambda spans: trace_id(2) in {span.trace_id for span in spans})
-    counted = [
-        sum(span.attributes[f"sgl_aspects.speculation.{name}_tokens"] for span in receiver.named("decode"))
-        for name in ("drafted", "accepted")
-    ]
-    for name, ours in zip(("draft", "accepted"), counted):
-        (line,) = re.findall(
-            rf"^vllm:spec_decode_num_{name}_tokens_total\{{.*\}} (.*)$", theirs, re.MULTILINE
-        )
-        assert float(line) == ours
-    assert counted[0] > 0
-    assert counted[0] >= counted[1]
-    points = [receiver.points(f"sgl_aspects.speculation.{name}_tokens") for name in ("drafted", "accepted")]
-    assert [sum(point.value for point in found) for found in points] == counted
-    fed = [step.attributes["sgl_aspects.batch.tokens"] for step in receiver.named("scheduler.step")]
-    assert sum(fed) >= sum(counted)  # each draft was fed to the model
 
 
 FRONT_END = shutil.which("vllm-rs") or os.environ.get("VLLM_RUST_FRONTEND_PATH", "")

@@ -1,0 +1,50 @@
+"""Speculative decoding: a step's and a request's drafts, and the functions that draft.
+
+The scheduler counts for each request how often its drafts were verified and how many tokens were right each
+time: these are read when it ends. A step's are in its result once the scheduler has resolved it. Verifying
+feeds the model the draft's tokens and the one before them, whose successor is right in any case.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import accumulate
+from typing import Any
+
+from sgl_aspects.engines.base import Role
+
+_WORKERS = "sglang.srt.speculative"
+_PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
+_result = Role((), ("_", "result", "batch")).reader("result")
+
+
+def _accepted(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
+    return int(_result(args, kwargs).num_correct_drafts)
+
+
+def _drafted(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
+    verified = _result(args, kwargs)
+    width = getattr(verified, "speculative_output_stride", None) or verified.speculative_num_draft_tokens
+    return int(len(result or ()) * (width - getattr(verified, "num_non_draft_tokens_per_req", 1)))
+
+
+def drafts(req: Any) -> tuple[int, list[int]] | None:
+    """Return a request's drafted tokens so far, and those accepted at each position; None without drafts."""
+    count = getattr(req, "spec_verify_ct", 0)
+    if not count:
+        return None
+    width: int = sys.modules["sglang.srt.runtime_context"].get_spec().speculative_num_draft_tokens
+    # The histogram has, for each number of right tokens, how often a draft had as many.
+    histogram = req.spec_correct_drafts_histogram
+    at_least = [*accumulate(reversed(histogram))]
+    return count * (width - 1), at_least[-2::-1]
+
+
+ROLES = {
+    "verify_drafts": Role(
+        (f"{_PROCESSOR}._resolve_spec_v2_tokens",), reads={"drafted": _drafted, "accepted": _accepted}
+    ),
+    "draft": Role((f"{_WORKERS}.*:*DraftWorker.draft",)),
+    "draft_extend": Role((f"{_WORKERS}.*:*DraftWorker._draft_extend_for_*",)),
+    "draft_search": Role((f"{_WORKERS}.ngram_worker:NGRAMWorker._prepare_draft_tokens",)),
+}

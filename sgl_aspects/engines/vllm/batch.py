@@ -1,0 +1,110 @@
+"""A batch, as the engine core and its workers get it: one message, in which prompts and decodes are mixed."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+from sgl_aspects.engines.base import Role
+from sgl_aspects.engines.vllm.scheduler import Scheduled
+
+_verified = Role(
+    (), ("_", "_", "drafted:num_draft_tokens", "_", "invalid:num_invalid_spec_tokens", "rid:request_id")
+)
+_count, _invalid, _rid = (_verified.reader(name) for name in ("drafted", "invalid", "rid"))
+
+
+def drafted(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
+    """Return the drafted tokens that a grammar allowed."""
+    invalid = _invalid(args, kwargs)
+    return int(_count(args, kwargs)) - (invalid.get(_rid(args, kwargs), 0) if invalid else 0)
+
+
+class _Mode(NamedTuple):
+    name: str
+    is_speculative: bool = False
+
+
+_PREFILL, _DECODE, _MIXED = _Mode("prefill"), _Mode("decode"), _Mode("mixed")
+_SPECULATIVE = _Mode("decode", True)
+
+
+def mode(batch: Any) -> _Mode:
+    cached, tokens = batch.scheduled_cached_reqs, batch.num_scheduled_tokens
+    prompts = len(batch.scheduled_new_reqs) + cached.num_output_tokens.count(0) + len(cached.resumed_req_ids)
+    if not prompts:
+        if batch.total_num_scheduled_tokens == len(tokens):
+            return _DECODE
+        # A preempted request is prefilled again with prompt and output, chunk by chunk; or tokens are
+        # speculative.
+        guessed = batch.scheduled_spec_decode_tokens
+        prompts = sum(count > 1 + len(guessed.get(rid, ())) for rid, count in tokens.items())
+    return _SPECULATIVE if not prompts else _PREFILL if prompts >= len(tokens) else _MIXED
+
+
+def shared_id(batch: Any) -> int | None:
+    """Return a number for a batch that the engine core and each worker can derive from the message.
+
+    From its first request: the id, and its progress. A request never has the same progress twice: each batch
+    advances it, and a preempted one starts again with more output.
+    """
+    cached = batch.scheduled_cached_reqs
+    if cached.req_ids:
+        rid, computed, output = cached.req_ids[0], cached.num_computed_tokens[0], cached.num_output_tokens[0]
+    elif batch.scheduled_new_reqs:
+        first = batch.scheduled_new_reqs[0]
+        rid, computed, output = first.req_id, first.num_computed_tokens, 0
+    else:
+        return None
+    place = (computed * 0x9E37_79B1 + output * 0x85EB_CA6B) & 0xFFF_FFFF
+    return int(1 << 63 | zlib.crc32(rid.encode()) << 28 | place)
+
+
+def graph(result: Any) -> str | None:
+    """Return a runner's choice for a forward pass: its first value is a mode, or a batch that has one."""
+    mode = getattr(result[0], "cg_mode", result[0]) if isinstance(result, tuple) and result else None
+    return None if mode is None else "eager" if mode.name == "NONE" else "replayed"
+
+
+scheduled = Scheduled()
+
+
+def reqs(batch: Any) -> Any:
+    """Return the ids of its requests; the same object while they are the same."""
+    global _latest
+    if batch.num_scheduled_tokens.keys() != _latest.keys():
+        _latest = batch.num_scheduled_tokens
+    return _latest
+
+
+_latest: dict[str, int] = {}
+
+
+def summary(batch: Any) -> tuple[_Mode, Any] | None:
+    """Return mode and requests; None for a batch that only lists ended requests, for the workers.
+
+    Nearly every step decodes the requests of the one before, which takes no other call: as many tokens as
+    requests, none of them new or scheduled again.
+    """
+    global _decoded, _decoding
+    cached = batch.scheduled_cached_reqs
+    if (
+        cached.req_ids == _decoding
+        and batch.total_num_scheduled_tokens == len(_decoding)
+        and not cached.resumed_req_ids
+        and not scheduled.seen
+    ):
+        return _decoded
+    if scheduled.seen:
+        scheduled.begin_transfers()
+    if not batch.num_scheduled_tokens:
+        return None
+    found = mode(batch), reqs(batch)
+    if found[0] is _DECODE:
+        _decoded, _decoding = found, list(cached.req_ids)
+    return found
+
+
+#: The summary of the latest batch that decodes, and its requests in the order of the message.
+_decoded: tuple[_Mode, Any] | None = None
+_decoding: list[str] = []

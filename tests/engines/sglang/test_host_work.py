@@ -1,0 +1,145 @@
+"""Real SGLang: what its host does for requests and for the server: grammars, templates, adapters, pauses."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from tests.support import unpinned
+from tests.support.callers import CALLER, by_trace, parent, trace_id
+from tests.support.distributions import install_plugin
+from tests.support.otlp_receiver import Receiver, Span
+from tests.support.phases import engine_receiver
+from tests.support.sglang_models import make_adapter, make_mini
+from tests.support.sglang_server import Server, serve
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+JSON, AGAIN, REGEX, CHAT, BASE, ADAPTED, *PAUSED = range(9)
+SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}}'
+GRAMMARS = {JSON: {"json_schema": SCHEMA}, AGAIN: {"json_schema": SCHEMA}, REGEX: {"regex": "[a-z]{3}"}}
+OPTIONS = (
+    *("--enable-lora", "--max-lora-rank", "8"),
+    *("--lora-target-modules", "q_proj", "k_proj", "v_proj", "--lora-backend", "torch_native"),
+)
+
+
+@dataclass
+class Run:
+    receiver: Receiver
+    traces: dict[str, list[Span]]
+
+    def spans(self, number: int, name: str) -> list[Span]:
+        return [span for span in self.traces[trace_id(number)] if span.name == name]
+
+    def root(self, number: int) -> Span:
+        (root,) = [span for span in self.traces[trace_id(number)] if span.parent_id == CALLER]
+        return root
+
+
+def generate(server: Server, number: int, tokens: int = 4, sampling: Any = None, **more: Any) -> Any:
+    settings = {"max_new_tokens": tokens, "temperature": 0, **(sampling or {"ignore_eos": True})}
+    body = {"text": f"{number} a fox", "sampling_params": settings, **more}
+    return server.post("/generate", body, parent(number))
+
+
+def drive(server: Server, adapter: Path) -> None:
+    for number, grammar in GRAMMARS.items():
+        generate(server, number, 30, grammar)
+    chat = {"model": "mini", "max_tokens": 4, "messages": [{"role": "user", "content": "tell me"}]}
+    server.post("/v1/chat/completions", chat, parent(CHAT))
+    server.tell("/load_lora_adapter", {"lora_name": "pirate", "lora_path": str(adapter)})
+    generate(server, BASE)
+    generate(server, ADAPTED, lora_path="pirate")
+    with ThreadPoolExecutor(4) as pool:
+        for number in PAUSED:
+            pool.submit(generate, server, number, 300)
+        time.sleep(0.5)
+        server.tell("/pause_generation", {"mode": "in_place"})
+        time.sleep(0.5)
+        server.tell("/continue_generation", {})
+    server.tell("/unload_lora_adapter", {"lora_name": "pirate"})
+    assert server.get("/flush_cache") == 200
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "plugin").mkdir()
+    install_plugin(folder / "plugin", "unpinned", unpinned.PLUGIN)
+    model = make_mini(folder / "mini")
+    adapter = make_adapter(model, folder / "adapter")
+    with engine_receiver() as receiver:
+        prefix = [sys.executable, "-m", "sgl_aspects", "run", "--level", "2"]
+        prefix += ["--endpoint", receiver.endpoint, "--"]
+        environment = {
+            "PYTHONPATH": os.pathsep.join([str(folder / "plugin"), os.environ.get("PYTHONPATH", "")]),
+            "OTEL_METRIC_EXPORT_INTERVAL": "500",
+        }
+        with serve(model, folder / "log", prefix=prefix, more=OPTIONS, environment=environment) as server:
+            drive(server, adapter)
+            receiver.wait_for(lambda spans: any(span.name == "flush_cache" for span in spans))
+        yield Run(receiver, by_trace(receiver.spans))
+
+
+@pytest.mark.parametrize(("number", "kind"), [(JSON, "json"), (REGEX, "regex")])
+def test_a_request_waits_for_its_grammar_in_a_phase_of_its_own(run: Run, number: int, kind: str) -> None:
+    (grammar,), (queue,) = run.spans(number, "grammar"), run.spans(number, "queue")
+    assert grammar.attributes["sgl_aspects.grammar.kind"] == kind
+    assert grammar.parent_id == run.root(number).span_id
+    assert grammar.end == queue.start
+    assert run.root(number).attributes.get("gen_ai.output.type") == ("json" if kind == "json" else None)
+
+
+def test_a_grammar_that_is_known_is_not_waited_for(run: Run) -> None:
+    assert not run.spans(AGAIN, "grammar")
+    assert run.spans(AGAIN, "queue")
+
+
+def test_the_chat_template_precedes_the_queue(run: Run) -> None:
+    (template,), (queue,) = run.spans(CHAT, "chat_template"), run.spans(CHAT, "queue")
+    assert run.root(CHAT).start <= template.start < template.end <= queue.start
+    assert template.parent_id == run.root(CHAT).span_id
+
+
+def test_an_adapter_is_on_its_request_and_metrics(run: Run) -> None:
+    for number, name in ((BASE, "mini"), (ADAPTED, "pirate")):
+        root = run.root(number)
+        assert root.attributes["gen_ai.request.model"] == name
+        assert root.attributes["gen_ai.response.model"] == "mini"
+        waits = [wait.attributes["sgl_aspects.adapter"] for wait in run.spans(number, "wait_for_adapter")]
+        assert waits == (["pirate"] if number == ADAPTED else [])
+    points = run.receiver.points("gen_ai.server.request.duration")
+    assert {point.attributes["gen_ai.request.model"] for point in points} == {"mini", "pirate"}
+
+
+def test_loading_and_unloading_an_adapter_are_spans(run: Run) -> None:
+    for name in ("load_adapter", "unload_adapter"):
+        (span,) = run.receiver.named(name)
+        assert span.attributes["sgl_aspects.adapter"] == "pirate"
+        assert span.end > span.start
+
+
+def test_what_happens_to_the_server_is_linked_to_the_requests_under_way(run: Run) -> None:
+    (pause,), (resume,), (flush,) = (run.receiver.named(name) for name in ("pause", "resume", "flush_cache"))
+    under_way = {(trace_id(number), run.root(number).span_id) for number in PAUSED}
+    assert set(pause.links) == set(resume.links) == under_way
+    assert not flush.links
+
+
+def test_the_start_of_the_engine_has_its_parts_below_it(run: Run) -> None:
+    (start,) = run.receiver.named("start_engine")
+    for name in ("load_model", "init_kv_cache"):
+        (part,) = run.receiver.named(name)
+        assert (part.trace_id, part.parent_id) == (start.trace_id, start.span_id)
+        assert start.start <= part.start < part.end <= start.end

@@ -1,0 +1,119 @@
+"""Real vLLM: what its host does for requests and for the server: grammars, templates, adapters, pauses."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.support.callers import CALLER, by_trace, parent, trace_id
+from tests.support.engine_server import EngineServer
+from tests.support.otlp_receiver import Receiver, Span
+from tests.support.phases import engine_receiver
+from tests.support.sglang_models import make_adapter, make_mini
+from tests.support.vllm_server import serve, traced
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+GRAMMAR, AGAIN, CHAT, ADAPTED, *PAUSED = range(7)
+#: Large enough that compiling it takes longer than the way to the scheduler.
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        f"name{n}": {"type": "string", "pattern": f"^[a-z]{{{n + 1},{n + 40}}}$"} for n in range(40)
+    },
+}
+
+
+@dataclass
+class Run:
+    receiver: Receiver
+    traces: dict[str, list[Span]]
+
+    def spans(self, number: int, name: str) -> list[Span]:
+        return [span for span in self.traces[trace_id(number)] if span.name == name]
+
+    def root(self, number: int) -> Span:
+        (root,) = [span for span in self.traces[trace_id(number)] if span.parent_id == CALLER]
+        return root
+
+
+def complete(server: EngineServer, number: int, tokens: int = 4, **more: Any) -> None:
+    body = {"model": "mini", "prompt": f"{number} a fox", "max_tokens": tokens, "temperature": 0, **more}
+    server.post("/v1/completions", body, parent(number))
+
+
+def drive(server: EngineServer, adapter: Path) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "names", "schema": SCHEMA}}
+    chat = {"model": "mini", "max_tokens": 20, "messages": [{"role": "user", "content": "tell me"}]}
+    for number in (GRAMMAR, AGAIN):
+        server.post("/v1/chat/completions", {**chat, "response_format": form}, parent(number))
+    server.post("/v1/chat/completions", chat, parent(CHAT))
+    loaded = {"lora_name": "pirate", "lora_path": str(adapter)}
+    server.tell("/v1/load_lora_adapter", loaded)
+    complete(server, ADAPTED, model="pirate")
+    with ThreadPoolExecutor(4) as pool:
+        for number in PAUSED:
+            pool.submit(complete, server, number, 900, ignore_eos=True)
+        time.sleep(0.5)
+        server.tell("/pause?mode=keep", {})
+        time.sleep(0.3)
+        server.tell("/resume", {})
+    server.tell("/reset_prefix_cache", {})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    model = make_mini(folder / "mini")
+    adapter = make_adapter(model, folder / "adapter")
+    with engine_receiver() as receiver:
+        options = ["--dtype", "float32", "--enforce-eager", "--enable-lora"]
+        allowed = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        environment = {**traced(receiver), **allowed}
+        with serve(model, folder / "log", more=options, environment=environment) as server:
+            drive(server, adapter)
+            receiver.wait_for(lambda spans: any(span.name == "flush_cache" for span in spans))
+    return Run(receiver, by_trace(receiver.spans))
+
+
+def test_a_request_waits_for_its_grammar_in_a_phase_of_its_own(run: Run) -> None:
+    (grammar,), (queue,) = run.spans(GRAMMAR, "grammar"), run.spans(GRAMMAR, "queue")
+    assert grammar.attributes["sgl_aspects.grammar.kind"] == "json"
+    assert grammar.parent_id == run.root(GRAMMAR).span_id
+    assert grammar.end == queue.start
+    for number in (GRAMMAR, AGAIN, CHAT):
+        wanted = None if number == CHAT else "json"
+        assert run.root(number).attributes.get("gen_ai.output.type") == wanted
+
+
+def test_the_chat_template_precedes_the_queue(run: Run) -> None:
+    (template,), (queue,) = run.spans(CHAT, "chat_template"), run.spans(CHAT, "queue")
+    assert run.root(CHAT).start <= template.start < template.end <= queue.start
+    assert template.parent_id == run.root(CHAT).span_id
+
+
+def test_loading_an_adapter_is_a_span(run: Run) -> None:
+    assert run.root(ADAPTED).attributes["gen_ai.request.model"] == "pirate"
+    (load,) = run.receiver.named("load_adapter")
+    assert load.attributes["sgl_aspects.adapter"] == "pirate"
+    assert load.end > load.start
+
+
+def test_what_happens_to_the_server_is_linked_to_the_requests_under_way(run: Run) -> None:
+    (pause,), (resume,), (flush,) = (run.receiver.named(name) for name in ("pause", "resume", "flush_cache"))
+    under_way = {(trace_id(number), run.root(number).span_id) for number in PAUSED}
+    assert set(pause.links) == set(resume.links) == under_way
+    assert not flush.links
+
+
+def test_the_start_of_the_engine_is_a_span(run: Run) -> None:
+    (start,) = run.receiver.named("start_engine")
+    (load,) = run.receiver.named("load_model")
+    assert start.start < load.start < load.end < start.end

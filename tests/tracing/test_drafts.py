@@ -1,0 +1,127 @@
+"""Speculation in any engine: spans and counts of drafts; the pass of a step is the one that verifies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from sgl_aspects.engines import SGLANG, VLLM
+from sgl_aspects.engines.contract import Observation
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.draft import DraftObserver
+from sgl_aspects.tracing.observers.forward import ForwardObserver
+from sgl_aspects.tracing.observers.queue import QueueObserver
+from sgl_aspects.tracing.observers.steps import StepObserver
+from sgl_aspects.tracing.options import DEFAULTS
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.schema import ACCEPTED_AT, ACCEPTED_TOKENS, BATCH_TOKENS, DRAFTED_TOKENS
+from tests.support.memory_recorder import Memory
+from tests.support.stand_ins import ForwardMode
+
+
+def observers(trackers: Trackers) -> dict[str, Observation]:
+    forward = ForwardObserver(trackers)
+    found = [
+        *StepObserver(trackers).observations(),
+        *forward.observations(),
+        *DraftObserver(trackers, forward).observations(),
+        *QueueObserver(trackers).observations(),
+    ]
+    return {each.role: each for each in found}
+
+
+def passes(found: dict[str, Observation], runner: Any, batch: Any) -> None:
+    """Run a draft of two passes, the pass that verifies it, and one in which the draft model is fed."""
+    for role, count in (("draft", 2), ("", 1), ("draft_extend", 1)):
+        drafting = found[role].enter((), {}) if role else None
+        for _ in range(count):
+            found["forward"].exit(found["forward"].enter((runner, batch), {}), None, None)
+        if role:
+            found[role].exit(drafting, None, None)
+
+
+def step(found: dict[str, Observation], accepted: int) -> None:
+    """Run a step of SGLang's for two requests, with three drafted tokens each."""
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[], batch_size=2, forward_iter=1)
+    batch.reqs = [
+        SimpleNamespace(rid="a", finished_reason=None),
+        SimpleNamespace(rid="b", finished_reason=None),
+    ]
+    result = SimpleNamespace(num_correct_drafts=accepted, speculative_num_draft_tokens=4)
+    token = found["run_batch"].enter((None, batch), {})
+    passes(found, SimpleNamespace(device="cpu"), batch)
+    found["run_batch"].exit(token, result, None)
+    process, verify = found["process_batch_result"], found["verify_drafts"]
+    token = process.enter((SimpleNamespace(), batch, result), {})
+    verify.exit(verify.enter((None, result, batch), {}), [[1], [2]], None)
+    process.exit(token, None, None)
+
+
+def test_the_forward_pass_of_a_step_is_the_one_that_verifies() -> None:
+    recorder = Memory()
+    step(observers(Trackers.of(SGLANG, recorder, DEFAULTS)), accepted=3)
+    (forward,), (draft,), (extend,) = (recorder.named(name) for name in ("forward", "draft", "draft_extend"))
+    (run_batch,) = recorder.named("run_batch")
+    assert draft.start_ns <= draft.end_ns <= forward.start_ns <= forward.end_ns <= extend.start_ns
+    for span in (draft, extend, forward):
+        assert span.parent_id == run_batch.span_id
+        assert span.root_id == run_batch.root_id
+
+
+def test_a_step_counts_what_was_drafted_and_accepted() -> None:
+    recorder = Memory()
+    step(observers(Trackers.of(SGLANG, recorder, DEFAULTS)), accepted=3)
+    (span,) = recorder.named("scheduler.step")
+    values = dict(zip(span.type.attributes, span.values))
+    assert values[DRAFTED_TOKENS] == 2 * 3
+    assert values[ACCEPTED_TOKENS] == 3
+    assert values[BATCH_TOKENS] == 2 + 2 * 3
+
+
+def test_a_plain_step_says_nothing_of_drafts() -> None:
+    recorder = Memory()
+    found = observers(Trackers.of(SGLANG, recorder, DEFAULTS))
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[], batch_size=2, forward_iter=1)
+    for _ in range(3):  # the later ones by the compiled path, where there is one
+        result = object()
+        found["run_batch"].exit(found["run_batch"].enter((None, batch), {}), result, None)
+        process = found["process_batch_result"]
+        process.exit(process.enter((SimpleNamespace(), batch, result), {}), None, None)
+    steps = [dict(zip(step.type.attributes, step.values)) for step in recorder.named("scheduler.step")]
+    assert [values[DRAFTED_TOKENS] for values in steps] == [None] * 3
+
+
+def test_a_draft_in_another_process_belongs_to_the_step_of_the_latest_pass() -> None:
+    recorder = Memory()
+    found = observers(Trackers.of(VLLM, recorder, DEFAULTS))
+    batch = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=["a"], num_computed_tokens=[5], num_output_tokens=[2], resumed_req_ids=()
+        ),
+        num_scheduled_tokens={"a": 1},
+        total_num_scheduled_tokens=1,
+        scheduled_spec_decode_tokens={},
+    )
+    runner = SimpleNamespace(device="meta")
+    found["forward"].exit(found["forward"].enter((runner, batch), {}), None, None)
+    found["draft"].exit(found["draft"].enter((runner,), {}), None, None)
+    (draft,) = recorder.named("draft")
+    step_id = VLLM.reader("batch.shared_id")(batch)
+    assert (draft.root_id, draft.parent_id) == (step_id, layout.child_id(step_id, layout.CHILD_RUN_BATCH))
+
+
+def test_drafts_of_a_preempted_request_are_counted_in_the_phase_in_which_they_were_made() -> None:
+    recorder = Memory()
+    requests = Trackers.of(SGLANG, recorder, DEFAULTS).requests
+    request = requests.queued("a")
+    requests.enter("a", "decode")
+    requests.drafts("a", (9, [3, 1]))
+    requests.preempted("a", 8)
+    requests.resume(request, 0)
+    requests.drafts("a", (15, [5, 2, 1]))
+    requests.finished("a", 20, "length")
+    values = [dict(zip(span.type.attributes, span.values)) for span in recorder.named("decode")]
+    assert [each[DRAFTED_TOKENS] for each in values] == [9, 6]
+    assert [each[ACCEPTED_AT] for each in values] == [[3, 1], [2, 1, 1]]
+    assert [each[ACCEPTED_TOKENS] for each in values] == [4, 4]
