@@ -50,7 +50,7 @@ def _violations(request: Span, phases: list[Span], others: list[Span]) -> Iterat
         return
     if phases[0].start < request.start:
         yield f"{phases[0].name} begins {request.start - phases[0].start} ns before the request"
-    if phases[-1].end > request.end:
+    if phases[-1].end > request.end and not _is_stopped(phases[-1]):
         yield f"{phases[-1].name} ends {phases[-1].end - request.end} ns after the request"
     yield from _wrong_tokens(request, phases)
     if phases[0].name in ("queue", "bootstrap"):
@@ -65,12 +65,18 @@ def _violations(request: Span, phases: list[Span], others: list[Span]) -> Iterat
         yield f"its attribute has {recorded} s of prefill, its phases have {lasted}"
 
 
+def _is_stopped(decode: Span) -> bool:
+    """Return whether its server stopped it, for a text that the scheduler does not see: it may have made more
+    tokens, also after the answer.
+    """
+    return decode.attributes.get("sgl_aspects.finish_reason") == "abort"
+
+
 def _wrong_tokens(request: Span, phases: list[Span]) -> Iterator[str]:
     usage = [request.attributes.get(f"gen_ai.usage.{name}_tokens") for name in ("input", "output")]
     cached = request.attributes.get("gen_ai.usage.cache_read.input_tokens")
     decodes = [span for span in phases if span.name == "decode"]
-    # Stopped by its server for a text that the scheduler does not see: it may have made more.
-    is_stopped = any(span.attributes.get("sgl_aspects.finish_reason") == "abort" for span in decodes)
+    is_stopped = any(map(_is_stopped, decodes))
     made: list[Any] = [span.attributes.get("gen_ai.usage.output_tokens") for span in decodes]
     if decodes and not is_stopped and usage[1] is not None and None not in made and sum(made) != usage[1]:
         yield f"{made} tokens in its phases of decoding, {usage[1]} in its usage"

@@ -66,11 +66,16 @@ function numbers(run) {
     fact(
       "Device time",
       measured.length ? percent(onDevice / sum(measured, (step) => step.duration)) : "–",
-      measured.length ? "of the time in steps" : "recorded at level 3",
+      measured.length ? ofSteps(measured.length, steps.length) : "recorded at level 3",
     ),
     fact("In scheduler steps", steps.length ? percent(Math.min(1, inSteps / run.end)) : "–", "of the run's time"),
     fact("Dropped spans", count(run.dropped), run.dropped === null ? "not counted in a file of spans" : ""),
   );
+}
+
+/** Of short replayed graphs one in several is timed below level 4. */
+function ofSteps(timed, all) {
+  return timed === all ? "of the time in steps" : `of the time in the ${count(timed)} of ${count(all)} steps that are timed`;
 }
 
 const LATENCIES = [

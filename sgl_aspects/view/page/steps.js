@@ -92,7 +92,7 @@ function stepPanel(step, { openRequest, openStep, close, from }) {
       "dl",
       { class: "facts" },
       fact("Duration", duration(step.duration)),
-      fact("On the device", duration(step.deviceTime)),
+      fact("On the device", duration(step.deviceTime), step.deviceTime === null ? "not timed: see Device time" : ""),
       fact("Batch", count(step.batchSize)),
       fact("Tokens", count(step.tokens)),
       fact("Waiting", count(step.waiting)),
