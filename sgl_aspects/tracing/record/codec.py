@@ -143,15 +143,27 @@ class Decoder:
         damaged = 0
         for position in positions:
             try:
-                if data[position] == layout.KIND_STEP:
+                kind, part, parts, size, checksum, first = _head_at(data, position)
+                if kind == layout.KIND_STEP:
                     records += self._step(data, position)
-                elif content := self._content(data, position):
-                    _require_pieces(content)
-                    fields = marshal.loads(content)
-                    if fields[0].__class__ is int:
-                        records.append(self._span(*fields))
-                    elif (record := _READERS[fields[0]](self, *fields[1:])) is not None:
-                        records.append(record)
+                    continue
+                if kind != layout.KIND_RECORD or part >= parts:
+                    raise DamagedError(f"a record of kind {kind}, part {part} of {parts}")
+                start = position + layout.SLOT_HEAD.size
+                content = data[start : start + min(size, layout.PART_BYTES)]
+                if parts != 1:
+                    whole = self._joined(first, part, parts, data[start : start + layout.PART_BYTES])
+                    if whole is None:
+                        continue
+                    content = whole[:size]
+                if crc32(content) != checksum:
+                    raise DamagedError("a record with another checksum")
+                _require_pieces(content)
+                fields = marshal.loads(content)
+                if fields[0].__class__ is int:
+                    records.append(self._span(*fields))
+                elif (record := _READERS[fields[0]](self, *fields[1:])) is not None:
+                    records.append(record)
             except _ERRORS:
                 damaged += 1
         return records, damaged
@@ -173,20 +185,7 @@ class Decoder:
         links = self._groups.get(words[layout.STEP_GROUP], ())
         return spans_of(words, self._text, links, self.last_ns)
 
-    def _content(self, data: bytes, position: int) -> bytes | None:
-        """Return a record's bytes; None for a part of one whose end has not come."""
-        kind, part, parts, size, checksum, first = _head_at(data, position)
-        if kind != layout.KIND_RECORD or part >= parts:
-            raise DamagedError(f"a record of kind {kind}, part {part} of {parts}")
-        position += layout.SLOT_HEAD.size
-        content: bytes | None = data[position : position + min(size, layout.PART_BYTES)]
-        if parts != 1:
-            content = self._joined(first, part, parts, data[position : position + layout.PART_BYTES], size)
-        if content is not None and crc32(content) != checksum:
-            raise DamagedError("a record with another checksum")
-        return content
-
-    def _joined(self, first: int, part: int, parts: int, content: bytes, size: int) -> bytes | None:
+    def _joined(self, first: int, part: int, parts: int, content: bytes) -> bytes | None:
         """Keep a part of a record; return the whole with the last one. ``first``: the number of its first."""
         found = self._parts.pop(first, [])
         self._part_count -= len(found)
@@ -194,7 +193,7 @@ class Decoder:
             raise DamagedError("a part of a record is missing")
         found.append(content)
         if len(found) == parts:
-            return b"".join(found)[:size]
+            return b"".join(found)
         self._parts[first] = found
         self._part_count += len(found)
         while self._part_count > _PENDING_PARTS:
