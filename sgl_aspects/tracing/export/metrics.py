@@ -34,8 +34,6 @@ TOKEN_USAGE = tuple(4**power for power in range(14))
 # For steps: from a fraction of a millisecond to the seconds of a long prompt.
 STEP_DURATION = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-_NO_ATTRIBUTES: Mapping[str, str] = {}
-
 #: The span type whose records report the scheduler's state.
 STEP = schema.STEP.name
 #: The one whose records have drafted and accepted tokens.
@@ -56,7 +54,8 @@ _OF_REQUEST = (
 )
 
 
-_Key: TypeAlias = "tuple[tuple[str, str], ...]"
+#: Attributes of an amount, by which what is kept for them is found.
+_Labels: TypeAlias = "tuple[tuple[str, str], ...]"
 # Cap on kept combinations of a histogram and attributes.
 _MOST_KEPT = 1000
 _EXEMPLAR_SECONDS = 1.0
@@ -68,15 +67,14 @@ class _Counter:
     """A counter summed here and read at export: the SDK's own sum takes thirty times as long."""
 
     def __init__(self, meter: Meter, name: str, unit: str, description: str) -> None:
-        self._sums: dict[_Key, float] = {}
+        self._sums: dict[_Labels, float] = {}
         meter.create_observable_counter(name, [self._read], unit, description)
 
-    def add(self, amount: float, attributes: Mapping[str, str]) -> None:
-        key = (*attributes.items(),)
-        self._sums[key] = self._sums.get(key, 0) + amount
+    def add(self, amount: float, labels: _Labels) -> None:
+        self._sums[labels] = self._sums.get(labels, 0) + amount
 
     def _read(self, options: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(amount, dict(key)) for key, amount in list(self._sums.items())]
+        return [Observation(amount, dict(labels)) for labels, amount in list(self._sums.items())]
 
 
 class EngineMetrics:
@@ -125,7 +123,7 @@ class EngineMetrics:
         self._tenants: set[str] = set()
         #: When an amount in a bucket of a histogram was kept with its trace.
         self._kept: dict[tuple[Histogram, int], float] = {}
-        self._recorders: dict[tuple[Histogram, _Key], Callable[[float], None]] = {}
+        self._recorders: dict[tuple[Histogram, _Labels], Callable[[float], None]] = {}
         self._added = AddedTime()
         # By writer: its process and the figures of its latest step.
         self._states: dict[str, tuple[int, dict[str, AttributeValue]]] = {}
@@ -154,28 +152,30 @@ class EngineMetrics:
         values = dict(zip(end.type.attributes, end.values))
         drafted, accepted = values.get(schema.DRAFTED_TOKENS), values.get(schema.ACCEPTED_TOKENS)
         if isinstance(drafted, int) and isinstance(accepted, int):
-            self._drafted.add(drafted, {})
+            self._drafted.add(drafted, ())
             found: Any = values.get(schema.ACCEPTED_AT)
             for position, count in enumerate(found if isinstance(found, list) else [accepted]):
-                self._accepted.add(count, {schema.POSITION: str(position)})
+                self._accepted.add(count, ((schema.POSITION, str(position)),))
 
     def request_ended(self, begin: RequestBegin, end: SpanEnd, first_token_ns: int) -> None:
         """Count an ended request. ``first_token_ns``: the scheduler's (0: none), for non-streamed answers."""
         known = zip(end.type.attributes, end.values)
         values = {**begin.attributes, **{name: value for name, value in known if value is not None}}
-        common = {name: encodable(str(values[name])) for name in _OF_REQUEST if values.get(name) is not None}
+        common: _Labels = tuple(
+            (name, encodable(str(values[name]))) for name in _OF_REQUEST if values.get(name) is not None
+        )
         if (tenant := values.get(schema.TENANT)) is not None:
-            common[schema.TENANT] = self._label_of(str(tenant))
+            common += ((schema.TENANT, self._label_of(str(tenant))),)
         duration = max(0, end.end_ns - begin.start_ns) / 1e9
-        named = {**common, schema.ERROR_TYPE: end.error} if end.error else common
+        named = (*common, (schema.ERROR_TYPE, end.error)) if end.error else common
         of_trace = (begin.trace_id, begin.span_id) if begin.sampled else None
         self._record(self._duration, duration, named, of_trace)
         prompt, output = (_number(values, f"gen_ai.usage.{name}_tokens") for name in ("input", "output"))
         for kind, count in (("input", prompt), ("output", output)):
             if count is not None:
-                attributes = {**common, schema.TOKEN_TYPE: kind}
-                self._record(self._usage, count, attributes)
-                self._tokens.add(count, attributes)
+                labels = (*common, (schema.TOKEN_TYPE, kind))
+                self._record(self._usage, count, labels)
+                self._tokens.add(count, labels)
         cached = _number(values, schema.CACHED_TOKENS)
         if cached is not None:
             self._hits.add(cached, common)
@@ -197,25 +197,25 @@ class EngineMetrics:
 
     def token_came(self, gap_ns: int, of_trace: tuple[int, int] | None) -> None:
         """Count the time since the same request's token before."""
-        self._record(self._gap, gap_ns / 1e9, _NO_ATTRIBUTES, of_trace)
+        self._record(self._gap, gap_ns / 1e9, (), of_trace)
 
     def _record(
         self,
         histogram: Histogram,
         amount: float,
-        attributes: Mapping[str, str],
+        labels: _Labels,
         of_trace: tuple[int, int] | None = None,
     ) -> None:
         """Record an amount. ``of_trace``: the trace id and span id of its exemplar."""
         if of_trace is not None and self._is_exemplar(histogram, amount):
-            histogram.record(amount, attributes, _context_of(*of_trace))
+            histogram.record(amount, dict(labels), _context_of(*of_trace))
             return
-        key = histogram, (*attributes.items(),)
+        key = histogram, labels
         record = self._recorders.get(key)
         if record is None:
             if len(self._recorders) >= _MOST_KEPT:
                 self._recorders.clear()
-            record = self._recorders[key] = compat.histogram_recorder(histogram, attributes)
+            record = self._recorders[key] = compat.histogram_recorder(histogram, dict(labels))
         record(amount)
 
     def step_ended(self, writer: str, process_id: int, step: SpanEnd, *, is_replayed: bool = False) -> None:
@@ -226,13 +226,13 @@ class EngineMetrics:
         mode = values.get(_MODE)
         if mode is None or is_replayed:
             return
-        attributes = {_MODE: str(mode)}
+        labels: _Labels = ((_MODE, str(mode)),)
         if step.error:
-            attributes[schema.ERROR_TYPE] = step.error
-        self._record(self._step, added_ns / 1e9, attributes)
+            labels += ((schema.ERROR_TYPE, step.error),)
+        self._record(self._step, added_ns / 1e9, labels)
         tokens = _number(values, _TOKENS)
         if tokens is not None:
-            self._step_tokens.add(tokens, attributes)
+            self._step_tokens.add(tokens, labels)
 
     def writer_gone(self, writer: str) -> None:
         """Remove the gauges of a process that has ended."""
