@@ -171,15 +171,16 @@ def _live(arguments: argparse.Namespace) -> int:
         one for one in prepared_processes(folder) if arguments.pid is None or one.process_id == arguments.pid
     ]
     # The live processes check names of operators and vendors: they may have others than this one.
-    states = [state for state in ask(processes, _ANSWER, request, arguments.wait) if state]
+    answers = ask(processes, _ANSWER, request, arguments.wait)
+    for process, answer in zip(processes, answers):
+        if answer.get("error"):
+            raise ConfigError(f"process {process.process_id}: {answer['error']}")
+    states = [answer for answer in answers if answer]
     if not states:
         raise ConfigError(
             f"no live process follows {folder}: start an engine with SGL_ASPECTS_OP_CONTROL=on (or FOLDER), "
             f"or set SGL_ASPECTS_OP_SHADOW and SGL_ASPECTS_OP_SHADOW_RATE before it starts"
         )
-    for state in states:
-        if state["error"]:
-            raise ConfigError(f"process {state['pid']}: {state['error']}")
     for state in states if arguments.operators else ():
         state["resolved"] = [row for row in state["resolved"] if row[0] in arguments.operators]
     if arguments.json:

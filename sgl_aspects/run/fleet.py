@@ -22,9 +22,9 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from http.client import HTTPException, HTTPMessage
+from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run.control import read_control, run_control, write_control, write_run_control
@@ -156,15 +156,7 @@ class FleetControl:
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """Another address than the one that the user named is not asked."""
 
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: HTTPMessage,
-        newurl: str,
-    ) -> None:
+    def redirect_request(self, *_: Any) -> None:
         return None
 
 

@@ -137,7 +137,9 @@ def read_all(folder: str | Path) -> Iterator[ProcessReport]:
         )
     known = {int(file.name.split("-")[0]) for file in files if file.name.split("-")[0].isdecimal()}
     living = [one for process in sorted(known) if (one := prepared_process(process, os.geteuid()))]
-    ask(living, f"{__name__}:answer", {}, _ANSWER_SECONDS)
+    for one, answer in zip(living, ask(living, f"{__name__}:answer", {}, _ANSWER_SECONDS)):
+        if "error" in answer:
+            logger.warning("process %d: its latest report is shown: %s", one.process_id, answer["error"])
     for file in files:
         try:
             with open(file, encoding="utf-8", opener=unfollowed) as opened:

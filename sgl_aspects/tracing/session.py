@@ -144,30 +144,25 @@ class TraceSession:
             self.recorder.close(detaches=self._joins)
         else:
             self.recorder.close()
-        if self._collector is None:
-            self.summary = TraceSummary()
-            return self.summary
-        self._collector.ask_to_end()
-        if not self._collector.can_report:
-            self.summary = TraceSummary(
+        self.summary = TraceSummary() if self._collector is None else self._reported(self._collector, timeout)
+        return self.summary
+
+    def _reported(self, collector: CollectorProcess, timeout: float | None) -> TraceSummary:
+        """End the collector, and return its counts, or why there are none."""
+        collector.ask_to_end()
+        if not collector.can_report:
+            return TraceSummary(
                 problem="the counts of the run are not known: this process has closed the collector's pipe"
             )
-            return self.summary
         if timeout is None:
             timeout = self.settings.flush_seconds + _COLLECTOR_SECONDS
-        report = self._collector.wait(timeout)
-        if report is not None:
-            self.summary = TraceSummary.from_json(report)
-        elif self._collector.has_ended:
-            self.summary = TraceSummary(problem="the trace collector was killed: its spans are lost")
+        report = collector.wait(timeout)
+        problem = f"the trace collector (process {collector.process_id}) is still at work after {timeout:g} s"
+        if report is None and collector.has_ended:
+            problem = "the trace collector was killed: its spans are lost"
             remove_run_folder(self.run_folder)
-        else:
-            self.summary = TraceSummary(
-                problem=f"the trace collector (process {self._collector.process_id}) "
-                f"is still at work after {timeout:g} s"
-            )
-        self._collector.abandon()
-        return self.summary
+        collector.abandon()
+        return TraceSummary(problem=problem) if report is None else TraceSummary.from_json(report)
 
     def leave(self) -> TraceSummary:
         """Close the session as this process ends; processes started in the background go on recording."""

@@ -35,6 +35,15 @@ from sgl_aspects.tracing.record.recorder import Recorder
 logger = logging.getLogger(__name__)
 
 _SOURCE = aspects.HookSource("tracing", "sgl-aspects")
+#: The observers of every engine, beside those of its callers' side.
+_OBSERVERS: tuple[Callable[[Trackers], Any], ...] = (
+    ProcessObserver,
+    QueueObserver,
+    AloneObserver,
+    StepObserver,
+    PreparationObserver,
+    DetailObserver,
+)
 #: Woven at every level, since they apply changes of the level.
 _ALWAYS = 2
 
@@ -159,17 +168,9 @@ def _advices(
 
 def _observations(trackers: Trackers) -> Iterator[Observation]:
     engine = trackers.engine
-    if _is_called(engine):
-        yield from CallingObserver(trackers).observations()
-    else:
-        yield from ServingObserver(trackers).observations()
-        yield from DetokenizerObserver(trackers).observations()
-    yield from ProcessObserver(trackers).observations()
-    yield from QueueObserver(trackers).observations()
-    yield from AloneObserver(trackers).observations()
-    yield from StepObserver(trackers).observations()
-    yield from PreparationObserver(trackers).observations()
-    yield from DetailObserver(trackers).observations()
+    callers = (CallingObserver,) if _is_called(engine) else (ServingObserver, DetokenizerObserver)
+    for make in (*callers, *_OBSERVERS):
+        yield from make(trackers).observations()
     if engine.observers is not None:
         yield from engine.observers(trackers)
 
