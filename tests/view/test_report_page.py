@@ -252,6 +252,44 @@ def test_text_of_strangers_is_shown_as_text(browser: Browser, tmp_path: Path) ->
     assert looker.complaints == []
 
 
+def test_requests_are_searched_by_any_text_of_theirs_and_by_their_duration(
+    browser: Browser, tmp_path: Path
+) -> None:
+    spans = [
+        Span("chat mine", f"{number:032x}", f"{number:016x}", "", True, 0, seconds * 10**9, attributes, ())
+        for number, (seconds, attributes) in enumerate(
+            [
+                (1, {"gen_ai.request.id": "one", "tenant": "Alice"}),
+                (2, {"gen_ai.request.id": "two", "tenant": "Alice", "gen_ai.request.model": "adapter-7"}),
+                (3, {"gen_ai.request.id": "three", "tenant": "Bob", "error.type": "abort"}),
+            ],
+            1,
+        )
+    ]
+    file = tmp_path / "report.html"
+    file.write_text(page_of(Run("run", spans)), encoding="utf-8")
+    looker = Looker(browser, file, bypass_csp=True)
+    search = looker.page.get_by_role("searchbox", name="Search requests")
+    durations = looker.page.locator(".requests .list-rows .cell.strong")
+    for query, expected in {
+        "alice": ["2.00 s", "1.00 s"],
+        "tenant=alice >1500ms": ["2.00 s"],
+        "adapter-7": ["2.00 s"],
+        "<2s": ["1.00 s"],
+        f"{3:032x}": ["3.00 s"],
+        "abort": ["3.00 s"],
+        "nobody": [],
+        "": ["3.00 s", "2.00 s", "1.00 s"],
+    }.items():
+        search.fill(query)
+        assert durations.all_inner_texts() == expected, query
+    search.fill("alice")
+    assert looker.page.locator(".chips").inner_text() == "2 requests of 3"
+    looker.check_with_axe()
+    assert looker.complaints == []
+    looker.context.close()
+
+
 def test_a_request_that_was_refused_is_no_model_and_no_failure(browser: Browser, tmp_path: Path) -> None:
     good = {"gen_ai.request.model": "mine", "gen_ai.request.id": "good"}
     refused = {"http.response.status_code": 400, "error.type": "400"}

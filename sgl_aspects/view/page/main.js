@@ -15,19 +15,39 @@ function build(run) {
   const others = otherList(run, (other) => go("trace", other));
   const detail = el("aside", { class: "card detail", "aria-label": "Details" });
   const chips = el("p", { class: "chips", "aria-live": "polite" });
+  const search = el("input", {
+    type: "search",
+    class: "search",
+    "aria-label": "Search requests",
+    placeholder: "id, adapter, tenant, outcome, >500ms",
+    title: "Requests that have all of these words in an id, an attribute (name=value) or their end; >500ms or <2s by duration",
+    oninput: () => apply(),
+  });
+  let range = null;
   let lastRequest = null;
 
   function filter(title, key, low, high) {
-    const found = key ? run.requests.filter((request) => request[key] >= low && request[key] < high) : run.requests;
+    range = key ? { title, key, low, high } : null;
+    apply();
+    if (range) list.element.scrollIntoView({ block: "nearest" });
+  }
+
+  /** Lists the requests of the chosen range and of the search. */
+  function apply() {
+    const isWanted = matcher(search.value);
+    const isInRange = (request) => !range || (request[range.key] >= range.low && request[range.key] < range.high);
+    const found = run.requests.filter((request) => isInRange(request) && isWanted(request));
     list.setItems(found);
+    const number = plural(found.length, "request");
     chips.replaceChildren(
-      ...(key
+      ...(range
         ? [
-            el("button", { type: "button", class: "action", onclick: () => filter() }, `${title} ${duration(low)} to ${duration(high)}: ${plural(found.length, "request")}  ×`),
+            el("button", { type: "button", class: "action", onclick: () => filter() }, `${range.title} ${duration(range.low)} to ${duration(range.high)}: ${number}  ×`),
           ]
-        : []),
+        : search.value.trim()
+          ? [el("span", { class: "muted" }, `${number} of ${count(run.requests.length)}`)]
+          : []),
     );
-    if (key) list.element.scrollIntoView({ block: "nearest" });
   }
 
   const section = (name, title, ...children) =>
@@ -83,6 +103,7 @@ function build(run) {
               section(
                 "requests",
                 "Requests, slowest first",
+                run.requests.length ? search : null,
                 chips,
                 run.requests.length
                   ? list.element

@@ -145,6 +145,14 @@ class Request {
     this._measure();
   }
 
+  /** What a search looks in. */
+  get text() {
+    const { run, index } = this;
+    const attributes = run.attributes(index).map(([name, value]) => `${name}=${value}`);
+    this.found ??= [this.id, run.traces[index], run.name(index), this.outcome, ...attributes].join("\n").toLowerCase();
+    return this.found;
+  }
+
   /** Where its time went: `segments` on the line of time, `phases` in total. */
   _measure() {
     const { run } = this;

@@ -57,6 +57,19 @@ function requestList(run, open) {
   });
 }
 
+const UNITS = { ms: 1e6, s: 1e9, min: 60e9 };
+
+/** A test of whether a request has all words of a query: texts, or its duration as in ">500ms" and "<2s". */
+function matcher(query) {
+  const tests = query.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
+    const [, sign, number, unit] = /^([<>])(\d+(?:\.\d+)?)(ms|s|min)$/.exec(word) ?? [];
+    if (!sign) return (request) => request.text.includes(word);
+    const limit = Number(number) * UNITS[unit];
+    return sign === ">" ? (request) => request.duration > limit : (request) => request.duration < limit;
+  });
+  return (request) => tests.every((test) => test(request));
+}
+
 const largestPhase = (request) =>
   PHASES.reduce((main, phase) => (request.phases[phase] > request.phases[main] ? phase : main));
 
