@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from sgl_aspects.tracing import schema
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
+_LONGEST = 64 << 20  # bytes of a line
 _SERVER = 2  # SPAN_KIND_SERVER
 _ERROR = 2  # STATUS_CODE_ERROR
 _ROLE = schema.DISAGGREGATION_MODE
@@ -58,7 +60,7 @@ def read_spans(path: Path) -> list[Span]:
     """
     spans: list[Span] = []
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(partial(lines.readline, _LONGEST), b""), 1):
             if not line.strip():
                 continue
             try:

@@ -8,6 +8,8 @@ import json
 import math
 import multiprocessing
 import re
+import subprocess
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -224,3 +226,18 @@ def test_the_rings_of_a_run_dead_and_live(
     finally:
         process.kill()
         process.join(60)
+
+
+def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path) -> None:
+    """A file of a terabyte takes nothing on the disk, or in the archive that it was sent in."""
+    endless = tmp_path / "endless.jsonl"
+    with endless.open("wb") as file:
+        file.truncate(1 << 40)
+    program = (
+        "import resource, sys; from sgl_aspects.cli.main import main;"
+        "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30)); sys.exit(main(['report', sys.argv[1]]))"
+    )
+    command = [sys.executable, "-c", program, str(endless)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "endless.jsonl:1 is not a line of OTLP-JSON" in done.stderr
+    assert done.returncode == 2
