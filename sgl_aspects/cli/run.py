@@ -62,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     program = program_of(command)
     _warn_of_isolation(command)
     environment = env.shortened(bootstrap.prepared(os.environ))
+    clean_up()
     if arguments.dormant:
-        clean_up()
         return _become(program, command, {**environment, prepared.SWITCH: "1"})
     environment = trace_environment(environment, arguments, _LEVEL)
     _begin_file(environment)
