@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from textual.app import App, ComposeResult
@@ -10,7 +11,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
 from sgl_aspects.view.live import LiveRun
-from sgl_aspects.view.top_screen import screen
+from sgl_aspects.view.top_screen import ORDERS, View, ranked, screen
 
 _LEVELS = ("Off", "Requests", "Steps", "Forward", "Layers")
 
@@ -25,6 +26,11 @@ class TopApp(App[None]):
         Binding("p", "pause", "Pause"),
         *(Binding(str(level), f"level({level})", name) for level, name in enumerate(_LEVELS)),
         Binding("s", "sample", "Sample"),
+        Binding("o", "order", "Order"),
+        Binding("up", "select(-1)", "Select", show=False, priority=True),
+        Binding("down", "select(1)", "Select", show=False, priority=True),
+        Binding("escape", "select(0)", "Select none", show=False),
+        Binding("question_mark", "help", "Keys", key_display="?"),
     ]
 
     def __init__(self, live: LiveRun, interval: float) -> None:
@@ -32,6 +38,7 @@ class TopApp(App[None]):
         self._live = live
         self._interval = interval
         self._is_paused = False
+        self._view = View()
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():
@@ -60,6 +67,23 @@ class TopApp(App[None]):
         )
         self._draw()
 
+    def action_order(self) -> None:
+        orders = list(ORDERS)
+        self._view = replace(self._view, order=orders[(orders.index(self._view.order) + 1) % len(orders)])
+        self._draw()
+
+    def action_select(self, by: int) -> None:
+        """Select the request so many rows further; 0: none."""
+        ids = [request.id for request in ranked(self._live, self._view.order)] if by else []
+        at = ids.index(self._view.selected) if self._view.selected in ids else -1
+        selected = ids[min(max(at + by, 0), len(ids) - 1)] if ids else None
+        self._view = replace(self._view, selected=selected)
+        self._draw()
+
+    def action_help(self) -> None:
+        self._view = replace(self._view, has_keys=not self._view.has_keys)
+        self._draw()
+
     def _look(self) -> None:
         self._live.poll()  # even while paused: records that are not read in time are lost
         if self._live.has_ended():
@@ -69,6 +93,6 @@ class TopApp(App[None]):
 
     def _draw(self) -> None:
         width, height = self.size
-        note = "paused" if self._is_paused else ""
+        view = replace(self._view, note="paused" if self._is_paused else "")
         controls = self._live.controls()
-        self.query_one("#screen", Static).update(screen(self._live, controls, width - 2, height - 1, note))
+        self.query_one("#screen", Static).update(screen(self._live, controls, width - 2, height - 1, view))

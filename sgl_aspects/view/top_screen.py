@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.rule import Rule
@@ -35,13 +36,55 @@ _WIDE = 120
 _MOST_SPARKS = 40
 
 
-def screen(run: LiveRun, controls: dict[int, Control], width: int, height: int, note: str = "") -> Group:
-    """Return the whole screen. ``controls``: the control block of each process, by its id."""
+#: What requests are sorted by: the largest first.
+ORDERS: dict[str, Callable[[Request, int], float]] = {
+    "slowest": lambda request, now_ns: request.seconds(now_ns),
+    "late first token": lambda request, now_ns: request.time_to_first_token or 0.0,
+    "most tokens": lambda request, now_ns: request.prompt_tokens + request.output_tokens,
+    "newest": lambda request, now_ns: request.start_ns,
+}
+
+
+_KEYS = (
+    "0 to 4: level of tracing · s: trace all requests, a tenth, a hundredth · o: order of the requests · "
+    "↑ ↓: the phases of one, esc: of none · p: pause · q: quit"
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """What the keys have chosen: a key of ``ORDERS``, the id of a request whose phases are shown, and whether
+    the keys are.
+    """
+
+    order: str = "slowest"
+    selected: str | None = None
+    note: str = ""
+    has_keys: bool = False
+
+
+def ranked(run: LiveRun, order: str) -> list[Request]:
+    """Return the open requests and those that finished in the window, in this order."""
     now = run.now_ns()
-    seconds = [run.seconds.get(int(now / 1e9) - age, Second()) for age in range(run.window, -1, -1)]
+    finished = [request for second in _window(run, now) for request in second.finished]
+    return sorted([*run.open.values(), *finished], key=lambda request: -ORDERS[order](request, now))
+
+
+def _window(run: LiveRun, now_ns: int) -> list[Second]:
+    return [run.seconds.get(int(now_ns / 1e9) - age, Second()) for age in range(run.window, -1, -1)]
+
+
+def screen(
+    run: LiveRun, controls: dict[int, Control], width: int, height: int, view: View | None = None
+) -> Group:
+    """Return the whole screen. ``controls``: the control block of each process, by its id."""
+    view = view or View()
+    now = run.now_ns()
+    seconds = _window(run, now)
     finished = [request for second in seconds for request in second.finished]
     parts: list[RenderableType] = [
-        _head(run, controls, width, note),
+        _head(run, controls, width, view.note),
+        *([Text(_KEYS, style="bold")] if view.has_keys else []),
         Rule(Text(f"Requests, last {run.window} s", style="bold"), align="left", style="dim"),
         _requests(run, seconds, finished),
     ]
@@ -56,9 +99,28 @@ def screen(run: LiveRun, controls: dict[int, Control], width: int, height: int, 
         parts += [latencies, Rule(Text("Scheduler", style="bold"), align="left", style="dim")]
         parts += [scheduler, _steps(seconds), parts_of_steps]
     used = 16 if width >= _WIDE else 22
-    parts += [Rule(Text("Slowest requests", style="bold"), align="left", style="dim")]
-    parts += [_slowest(run, finished, now, width, max(3, height - used))]
+    title = "Slowest requests" if view.order == "slowest" else f"Requests, {view.order} first"
+    parts += [Rule(Text(title, style="bold"), align="left", style="dim")]
+    found = ranked(run, view.order)
+    chosen = next((request for request in found if request.id == view.selected), None)
+    if chosen is not None:
+        parts += [_chosen(run, chosen, now)]
+        used += 2
+    parts += [_listed(run, found[: max(3, height - used)], now, width, chosen)]
     return Group(*parts)
+
+
+def _chosen(run: LiveRun, request: Request, now_ns: int) -> Text:
+    """Return one request's phases, and how to learn its causes."""
+    phases = run.phases.get(request.id)
+    times = phases.until(request.end_ns or now_ns) if phases else {}
+    elsewhere = request.seconds(now_ns) - sum(times.values())
+    text = Text.assemble((one_line(request.id, 60), "bold"), (f" {request.model}", "dim"))
+    for phase, seconds in {**times, "elsewhere": max(0.0, elsewhere)}.items():
+        text.append(f"  {phase} ", style=STYLES.get(phase, "dim"))
+        text.append(duration(seconds))
+    text.append(f"\nWhy: sgl-aspects why {one_line(request.id, 60)} {run.folder}", style="dim")
+    return text
 
 
 def _head(run: LiveRun, controls: dict[int, Control], width: int, note: str) -> Text:
@@ -169,8 +231,9 @@ def _parts(seconds: Sequence[Second], width: int) -> Text:
     return text
 
 
-def _slowest(run: LiveRun, finished: Iterable[Request], now_ns: int, width: int, most: int) -> RenderableType:
-    found = sorted([*run.open.values(), *finished], key=lambda request: -request.seconds(now_ns))[:most]
+def _listed(
+    run: LiveRun, found: Sequence[Request], now_ns: int, width: int, chosen: Request | None
+) -> RenderableType:
     if not found:
         return Text("no requests yet", style="dim")
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -189,7 +252,7 @@ def _slowest(run: LiveRun, finished: Iterable[Request], now_ns: int, width: int,
         legend.append("  ░ elsewhere", style="dim")
     headings = ("time", "", legend, "1st token", "tokens", "request")
     table.add_row(*(Text(text, style="dim") if isinstance(text, str) else text for text in headings))
-    longest = max(found[0].seconds(now_ns), 1e-9)
+    longest = max(1e-9, *(request.seconds(now_ns) for request in found))
     for request in found:
         phases = run.phases.get(request.id)
         times = phases.until(request.end_ns or now_ns) if phases else {}
@@ -201,7 +264,7 @@ def _slowest(run: LiveRun, finished: Iterable[Request], now_ns: int, width: int,
             _bar(times, request.seconds(now_ns), longest, bar_width),
             "" if first is None else duration(first),
             str(request.output_tokens) if request.end_ns else "",
-            Text(one_line(request.id, id_width)),
+            Text(one_line(request.id, id_width), style="reverse" if request is chosen else ""),
         )
     return table
 

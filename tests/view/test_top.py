@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import io
 import multiprocessing
 import os
@@ -198,6 +199,34 @@ def test_keys_change_what_is_recorded(served: Served, live: LiveRun) -> None:
             await pilot.pause()
             assert pilot.app.query_one("#screen", Static).size.width <= 60
             await pilot.press("q")
+
+    asyncio.run(press())
+
+
+def test_requests_are_sorted_and_one_is_chosen_by_keys(live: LiveRun) -> None:
+    from textual.pilot import Pilot
+
+    from sgl_aspects.cli.top_app import TopApp
+
+    async def shown_by(pilot: Pilot[None]) -> str:
+        await pilot.pause()
+        return html.unescape(pilot.app.export_screenshot(simplify=True)).replace("\xa0", " ")
+
+    async def press() -> None:
+        async with TopApp(live, 60.0).run_test(size=(120, 45)) as pilot:
+            assert "Slowest requests" in await shown_by(pilot)
+            await pilot.press("down")  # the slowest is open, in decode
+            assert f"why open {live.folder}"[:60] in await shown_by(pilot)
+            await pilot.press("down", "down", "down")
+            found = await shown_by(pilot)
+            assert "why quick" in found
+            assert re.search(r"queue\W.*1\.00 s", found, re.DOTALL)
+            await pilot.press("escape", "o")
+            found = await shown_by(pilot)
+            assert "Requests, late first token first" in found
+            assert "why" not in found
+            await pilot.press("question_mark")
+            assert "level of tracing" in await shown_by(pilot)
 
     asyncio.run(press())
 
