@@ -55,8 +55,12 @@ class Changes:
                 self._is_running, self._in_pieces = True, is_in_pieces()
                 change(subjects, strict)
             finally:
-                self._is_running = self._in_pieces = False  # first: see `run_or_defer`
-                self._run_deferred()
+                self._in_pieces = False  # before deferred changes are run: see `run_or_defer`
+                try:
+                    self._run_deferred()
+                finally:
+                    self._is_running = False
+                self._finish()
 
     def run_or_defer(self, change: Change, subjects: list[Any]) -> None:
         """Run ``change``; if another thread is changing hooks in pieces, defer it instead of waiting.
@@ -72,16 +76,29 @@ class Changes:
             return
         self._deferred.append((change, subjects))
         if not self._in_pieces:
-            with lock:
-                self._run_deferred()
+            self._finish()
+
+    def withdraw(self, change: Change, subjects: list[Any]) -> list[Any]:
+        """Remove ``subjects`` from the deferred calls of ``change``; returns the removed ones.
+
+        Otherwise what a signal handler weaves and removes piles up while signals come faster than changes end.
+        """
+        withdrawn = []
+        for deferred, waiting in list(self._deferred):
+            for subject in [one for one in subjects if deferred == change and one in waiting]:
+                waiting.remove(subject)
+                withdrawn.append(subject)
+        return withdrawn
 
     def _run_deferred(self) -> None:
-        while self._deferred and not self._is_running:
+        while self._deferred:
             change, subjects = self._deferred.popleft()
             try:
-                self._is_running = True
                 change(subjects, False)
             except Exception:
                 logger.exception("a change of hooks that was deferred during another one failed")
-            finally:
-                self._is_running = False
+
+    def _finish(self) -> None:
+        """Run changes that were deferred while the previous one was ending."""
+        if self._deferred:
+            self.run(lambda subjects, strict: None, [])

@@ -121,7 +121,13 @@ class Weaver:
 
     def remove(self, advices: Iterable[Advice]) -> None:
         """Remove ``advices`` in reverse order; a target without hooks gets its original object back."""
-        self._changes.run(self._remove, list(advices))
+        gone = list(advices)
+        with self.lock:
+            for advice in self._changes.withdraw(self._add, gone):
+                advice.forget()
+            here = [advice for advice in gone if advice in self._advices]
+            if here:
+                self._changes.run(self._remove, here)
 
     def set_enabled(self, advices: Iterable[Advice], enabled: bool) -> None:
         """Switch hooks off and on; they keep their place in the order."""
