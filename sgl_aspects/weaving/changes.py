@@ -81,7 +81,7 @@ class Changes:
     def withdraw(self, change: Change, subjects: list[Any]) -> list[Any]:
         """Remove ``subjects`` from the deferred calls of ``change``; returns the removed ones.
 
-        Otherwise what a signal handler weaves and removes piles up while signals come faster than changes end.
+        Otherwise the hooks of a signal handler pile up while signals come faster than changes end.
         """
         withdrawn = []
         for deferred, waiting in list(self._deferred):
