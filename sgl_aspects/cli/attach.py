@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from sgl_aspects import config, env
 from sgl_aspects.attach.debugging import connection
@@ -16,7 +16,7 @@ from sgl_aspects.attach.delegation import owner_to_become, run_as
 from sgl_aspects.attach.operation import Answer, Run
 from sgl_aspects.attach.process_tree import Process, engine_tree
 from sgl_aspects.attach.rights import check
-from sgl_aspects.cli.run import add_trace_arguments, trace_environment
+from sgl_aspects.cli.run import add_trace_arguments, trace_settings
 from sgl_aspects.errors import AttachError
 from sgl_aspects.run.collector import CollectorProcess
 from sgl_aspects.run.requests import prepared_process
@@ -80,13 +80,11 @@ def _words(arguments: argparse.Namespace) -> list[str]:
 
 
 def _run(arguments: argparse.Namespace, processes: Sequence[Process]) -> int:
-    environment = trace_environment(os.environ, arguments, _LEVEL)
     # The running engine may leave the collector little processor time for its last spans.
-    environment.setdefault("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "10")
+    environment = {"ASPECTS_TRACE_FLUSH_SECONDS": "10", **env.shortened(os.environ)}
+    settings = trace_settings(environment, arguments, _LEVEL)
     if arguments.config:
         config.read(arguments.config)  # its errors are reported here, in one line
-    with env.reading_from(environment):
-        settings = TraceSettings.from_environment()
     for process in processes:
         is_prepared = prepared_process(process.id, os.geteuid()) is not None
         check(process.id, needs_ptrace=not is_prepared, has_capability=connection() is not None)
@@ -98,19 +96,18 @@ def _run(arguments: argparse.Namespace, processes: Sequence[Process]) -> int:
             )
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    return _attach(processes, environment, settings, arguments)
+    return _attach(processes, settings, arguments)
 
 
 def _attach(
     processes: Sequence[Process],
-    environment: Mapping[str, str],
     settings: TraceSettings,
     arguments: argparse.Namespace,
 ) -> int:
     run = Run.make()
     collector: CollectorProcess | None = None
     try:
-        variables = {name: value for name, value in environment.items() if _RECORDING.match(name)}
+        variables = {name: value for name, value in settings.environment.items() if _RECORDING.match(name)}
         variables["ASPECTS_TRACE_METRICS"] = str(int(bool(settings.metric_exporters)))
         if arguments.config:
             variables[config.VARIABLE] = str(run.folder / "attach" / "aspects.toml")

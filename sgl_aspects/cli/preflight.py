@@ -11,12 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sgl_aspects.attach.rights import may_trace
-from sgl_aspects.cli.run import add_trace_arguments, trace_environment
-from sgl_aspects.env import reading_from
+from sgl_aspects.cli.run import add_trace_arguments, trace_settings
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.terminal import printable
 from sgl_aspects.tracing.record import native
-from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.variables import unreachable
 
 _RING = 8 << 20  # bytes of a process's ring
@@ -59,9 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _settings_check(arguments: argparse.Namespace) -> Check:
     """Check exporters and their packages, the port for Prometheus, and the backend."""
     try:
-        environment = trace_environment(os.environ, arguments, _LEVEL)
-        with reading_from(environment):
-            settings = TraceSettings.from_environment()
+        settings = trace_settings(os.environ, arguments, _LEVEL)
     except ConfigError as error:
         return Check("backend", "a setting cannot work", str(error))
     if "otlp" not in settings.exporters:

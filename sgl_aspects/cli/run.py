@@ -9,13 +9,16 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from sgl_aspects import bootstrap, config, env
 from sgl_aspects.cli.arguments import naming_flags
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run import prepared, process_reports
 from sgl_aspects.run.cleaning import clean_up
+
+if TYPE_CHECKING:
+    from sgl_aspects.tracing.settings import TraceSettings
 
 _TRACE = "ASPECTS_TRACE"
 # Requests alone: steps, each with a trace of its own, would flood a backend's list. `control` adds them.
@@ -65,8 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     clean_up()
     if arguments.dormant:
         return _become(program, command, {**environment, prepared.SWITCH: "1"})
-    environment = trace_environment(environment, arguments, _LEVEL)
-    _begin_file(environment)
+    settings = trace_settings(environment, arguments, _LEVEL)
+    environment = dict(settings.environment)
+    _begin_file(settings, environment)
     if arguments.config:
         config.read(arguments.config)  # its errors are reported here, in one line
         environment[env.spelled(config.VARIABLE, environment)] = _absolute(arguments.config)
@@ -75,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.summary:
         environment["ASPECTS_TRACE_SUMMARY"] = "1"
     print(end="", flush=True)  # also without a standard output
-    _announce(environment)
+    _announce(settings)
     return _become(program, command, environment)
 
 
@@ -97,13 +101,11 @@ def _warn_of_isolation(command: Sequence[str]) -> None:
             return
 
 
-def _begin_file(environment: dict[str, str]) -> None:
+def _begin_file(settings: TraceSettings, environment: dict[str, str]) -> None:
     """Truncate the trace files, to which every program that the command starts will append."""
     from sgl_aspects.tracing.export.shared_file import SharedFile
-    from sgl_aspects.tracing.settings import BEGUN, TraceSettings
+    from sgl_aspects.tracing.settings import BEGUN
 
-    with env.reading_from(environment):
-        settings = TraceSettings.from_environment()
     if settings.level:
         for path in settings.written():
             if path not in settings.begun:
@@ -114,13 +116,11 @@ def _begin_file(environment: dict[str, str]) -> None:
         environment[env.spelled(BEGUN, environment)] = "\n".join(settings.written())
 
 
-def _announce(environment: dict[str, str]) -> None:
+def _announce(settings: TraceSettings) -> None:
     """Say on standard error what is traced, and where it goes."""
-    from sgl_aspects.tracing.settings import TraceSettings
     from sgl_aspects.tracing.variables import refuses_connections
 
-    with env.reading_from(environment):
-        settings = TraceSettings.from_environment()
+    with env.reading_from(settings.environment):
         if settings.level and settings.recorder == "ring":
             what = " ".join(("requests", "+ scheduler", "+ forward", "+ layers")[: settings.level])
             places = settings.destinations()
@@ -165,13 +165,13 @@ def _made(folder: str) -> str:
     return folder
 
 
-def trace_environment(given: Mapping[str, str], arguments: argparse.Namespace, level: str) -> dict[str, str]:
-    """Return the variables of a new run, from the flags of :func:`add_trace_arguments`, checked."""
+def trace_settings(given: Mapping[str, str], arguments: argparse.Namespace, level: str) -> TraceSettings:
+    """Return the settings of a new run, from the flags of :func:`add_trace_arguments`, checked."""
     for flag in ("level", "endpoint", "file", "config"):
         if getattr(arguments, flag, None) == "":  # typically an unset variable of a script
             raise ConfigError(f"--{flag} is empty: give it a value, or leave it out")
     # A wrong setting is reported here, in one line, and not by each process of the program.
-    from sgl_aspects.tracing.settings import TraceSettings, chosen_environment
+    from sgl_aspects.tracing.settings import TraceSettings
 
     environment = env.shortened(given)
     perfetto = env.spelled("SGL_ASPECTS_TRACE_PERFETTO_FILE", environment)
@@ -179,15 +179,10 @@ def trace_environment(given: Mapping[str, str], arguments: argparse.Namespace, l
         environment[perfetto] = _absolute(environment.get(perfetto) or "trace.json")
     typed = {name: f"--{flag}" for name, flag in _FLAGS.items() if getattr(arguments, flag) is not None}
     with naming_flags(typed):
-        environment = chosen_environment(
+        return TraceSettings.chosen(
             environment,
             level=arguments.level or environment.get(_TRACE) or level,
             endpoint=arguments.endpoint,
             file=arguments.file and _absolute(arguments.file),
             prometheus=arguments.prometheus,
         )
-        with env.reading_from(environment):
-            settings = TraceSettings.from_environment()
-            if settings.level:
-                settings.checked().require_port()
-    return environment

@@ -22,7 +22,7 @@ from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
-from sgl_aspects.tracing.settings import RUN, TraceSettings, chosen_environment
+from sgl_aspects.tracing.settings import RUN, TraceSettings
 
 if TYPE_CHECKING:
     from sgl_aspects.tracing.sdk import SdkRecorder
@@ -244,7 +244,7 @@ def attach(
     """
     if _current is not None:
         raise ConfigError("tracing is already attached in this process: close that session first")
-    environment = chosen_environment(
+    settings = TraceSettings.chosen(
         os.environ,
         level=level,
         exporters=exporters,
@@ -253,10 +253,6 @@ def attach(
         service_name=service_name,
         prometheus=prometheus,
     )
-    with env.reading_from(environment):
-        settings = TraceSettings.from_environment()
-    if settings.level:
-        settings.require_port()
     return _start(settings)
 
 

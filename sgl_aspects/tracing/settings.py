@@ -178,6 +178,51 @@ class TraceSettings:
         # Children only record: the exporters were checked in the first process.
         return settings.checked() if settings.level and not settings.run_folder else settings
 
+    @classmethod
+    def chosen(
+        cls,
+        environment: Mapping[str, str],
+        *,
+        level: int | str,
+        exporters: Sequence[str] | None = None,
+        endpoint: str | None = None,
+        file: str | None = None,
+        service_name: str | None = None,
+        prometheus: int | None = None,
+    ) -> TraceSettings:
+        """Read ``environment`` with these choices for a run of its own; None keeps the environment's value.
+
+        :raises ConfigError: a choice that cannot work.
+        """
+        values = dict(environment)
+
+        def put(name: str, value: str) -> None:
+            values[env.spelled(name, values)] = value
+
+        values.pop(env.spelled(RUN, values), None)
+        put("SGL_ASPECTS_TRACE", str(level))
+        if endpoint:
+            values["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
+            values.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)  # it would take precedence
+        if file:
+            put("SGL_ASPECTS_TRACE_FILE", file)
+        if exporters is None and (endpoint or file):
+            exporters = _chosen_by(endpoint, file)
+        if exporters is not None:
+            named = exporters if isinstance(exporters, str) else ",".join(exporters)
+            values["OTEL_TRACES_EXPORTER"] = named or "none"
+        if service_name:
+            values["OTEL_SERVICE_NAME"] = service_name
+        with env.reading_from(values):
+            if prometheus is not None:
+                values["OTEL_EXPORTER_PROMETHEUS_PORT"] = str(prometheus)
+                others = cls.from_environment().metric_exporters
+                values["OTEL_METRICS_EXPORTER"] = ",".join(dict.fromkeys((*others, "prometheus")))
+            settings = cls.from_environment()
+        if settings.level:
+            settings.require_port()
+        return settings
+
     def checked(self) -> TraceSettings:
         """Return self without ``none``; raises ``ConfigError`` for a choice that cannot work."""
         if self.disabled or self.recorder == "sdk":
@@ -260,44 +305,6 @@ class TraceSettings:
         for name in ("SGL_ASPECTS_API_KEY", "ASPECTS_API_KEY"):  # the server's own
             values.pop(name, None)
         return values
-
-
-def chosen_environment(
-    environment: Mapping[str, str],
-    *,
-    level: int | str,
-    exporters: Sequence[str] | None = None,
-    endpoint: str | None = None,
-    file: str | None = None,
-    service_name: str | None = None,
-    prometheus: int | None = None,
-) -> dict[str, str]:
-    """Return ``environment`` with these choices for a run of its own; None keeps the environment's value."""
-    values = dict(environment)
-
-    def put(name: str, value: str) -> None:
-        values[env.spelled(name, values)] = value
-
-    values.pop(env.spelled(RUN, values), None)
-    put("SGL_ASPECTS_TRACE", str(level))
-    if endpoint:
-        values["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
-        values.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)  # it would take precedence
-    if file:
-        put("SGL_ASPECTS_TRACE_FILE", file)
-    if exporters is None and (endpoint or file):
-        exporters = _chosen_by(endpoint, file)
-    if exporters is not None:
-        named = exporters if isinstance(exporters, str) else ",".join(exporters)
-        values["OTEL_TRACES_EXPORTER"] = named or "none"
-    if service_name:
-        values["OTEL_SERVICE_NAME"] = service_name
-    if prometheus is not None:
-        values["OTEL_EXPORTER_PROMETHEUS_PORT"] = str(prometheus)
-        with env.reading_from(values):
-            others = TraceSettings.from_environment().metric_exporters
-        values["OTEL_METRICS_EXPORTER"] = ",".join(dict.fromkeys((*others, "prometheus")))
-    return values
 
 
 def _tenant(source: str | None) -> str | None:
