@@ -62,6 +62,34 @@ def test_panels_have_places_and_sources() -> None:
     assert "$" not in "".join(expression for _, expression in expressions())
 
 
+def test_what_is_started_beside_an_engine_has_its_files_and_the_ports_of_its_neighbours() -> None:
+    yaml = pytest.importorskip("yaml")
+
+    def read(name: str) -> Any:
+        return yaml.safe_load((GRAFANA / name).read_text())
+
+    services = read("compose.yaml")["services"]
+    for service in services.values():
+        for volume in service["volumes"]:
+            assert (GRAFANA / volume.split(":")[0]).exists(), volume
+    sources = {each["type"]: each for each in read("provisioning/datasources/sources.yaml")["datasources"]}
+    tempo = read("tempo.yaml")
+    assert sources["prometheus"]["url"].rpartition("//")[2] in services["prometheus"]["command"][-1]
+    assert sources["tempo"]["url"].endswith(f":{tempo['server']['http_listen_port']}")
+    receiver = tempo["distributor"]["receivers"]["otlp"]["protocols"]["http"]["endpoint"]
+    (scraped,) = read("prometheus.yml")["scrape_configs"][0]["static_configs"][0]["targets"]
+    head = (GRAFANA / "compose.yaml").read_text()
+    assert f"--prometheus {scraped.rpartition(':')[2]} --endpoint http://{receiver} " in head
+    (destination,) = sources["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
+    assert destination["datasourceUid"] == sources["tempo"]["uid"]
+
+
+def test_prometheus_accepts_its_configuration() -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("no Prometheus: apt-get install prometheus")
+    subprocess.run(["promtool", "check", "config", GRAFANA / "prometheus.yml"], check=True)
+
+
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a Prometheus with the alert rules, which scrapes an engine that serves."""
