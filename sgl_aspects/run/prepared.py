@@ -16,6 +16,7 @@ import threading
 
 SWITCH = "ASPECTS_DORMANT"
 _LONGEST = 4096
+_NAMESPACE = "/proc/self/ns/pid"
 
 # Control blocks by their folders.
 _blocks: "dict[str, int]" = {}
@@ -35,7 +36,10 @@ def block_prefix() -> str:
 
     Containers may share the folder: elsewhere that id is another process's, which the signal would end.
     """
-    return f"{os.stat('/proc/self/ns/pid').st_ino}-"
+    try:
+        return f"{os.stat(_NAMESPACE).st_ino}-"
+    except OSError:  # a system without namespaces
+        return "0-"
 
 
 def prepare(folder: str = "") -> None:

@@ -93,6 +93,14 @@ def test_a_process_of_another_container_is_not_asked_by_its_number_there(tmp_pat
             process.kill()
 
 
+def test_a_system_without_namespaces_has_control_blocks_too(
+    tmp_path: Path, idle: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "_NAMESPACE", "/nowhere")
+    assert prepared_processes(tmp_path) == []  # those of `idle` have another name
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_folder_that_others_may_write_holds_no_processes_to_ask(tmp_path: Path) -> None:
     """They could lock a file with any process's number, which the signal would end."""
     tmp_path.chmod(0o1777)
