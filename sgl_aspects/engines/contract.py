@@ -30,7 +30,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "receive_request": ("request",),
     "begin_request": ("request",),
     "begin_stream": ("request",),
-    "apply_template": (),
+    "apply_template": ("http",),
     "await_adapter": ("request",),
     "tokenize_prompt": (),
     "tokenize_request": ("request",),
@@ -160,6 +160,7 @@ class HTTP:
 
     headers: Mapping[str, str]
     path: str
+    scope: Mapping[str, Any] | None  # ASGI's, where the engine works on it in a thread without a context
 
 
 class Tokenized:

@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.engine_server import Answer
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
 
-PHASES = ("bootstrap", "kv_transfer", "queue", "prefill", "decode")
+PHASES = ("grammar", "bootstrap", "kv_transfer", "queue", "prefill", "decode")
 #: A request that was seen in part, or has no usage.
 _IN_PART = ("error.type", "sgl_aspects.attached", "sgl_aspects.detached")
 
@@ -53,7 +53,7 @@ def _violations(request: Span, phases: list[Span], others: list[Span]) -> Iterat
     if phases[-1].end > request.end and not _is_stopped(phases[-1]):
         yield f"{phases[-1].name} ends {phases[-1].end - request.end} ns after the request"
     yield from _wrong_tokens(request, phases)
-    if phases[0].name in ("queue", "bootstrap"):
+    if phases[0].name in ("queue", "grammar", "bootstrap"):
         tokenized = [span.end for span in others if span.name == "tokenize"]
         waited = (phases[0].start - max(tokenized, default=request.start)) / 1e9
         recorded = request.attributes.get("sgl_aspects.latency.time_to_queue", -1)

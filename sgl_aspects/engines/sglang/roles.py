@@ -228,7 +228,8 @@ SGLANG = Engine(
             ("_", "request:obj"),
             required=True,
         ),
-        "apply_template": Role((f"{_CHAT}._apply_*_template",)),
+        # In a thread of a pool: with the tokenization of its result.
+        "apply_template": Role((f"{_CHAT}._convert_to_internal_request",), ("_", "_", "http:raw_request")),
         "await_adapter": Role((f"{_TOKENIZER}._validate_and_resolve_lora",), ("_", "request:obj")),
         "tokenize_request": Role((f"{_TOKENIZER}._tokenize_one_request",), ("_", "request:obj")),
         "send_request": Role(
@@ -332,6 +333,7 @@ SGLANG = Engine(
         "request.stop_sequences": _stop,
         "request.output_type": lambda request: "json" if _sampling("json_schema")(request) else None,
         "http.path": "url.path",
+        "http.scope": "scope",
         "manager.model": "served_model_name",
         "manager.description": lambda manager: processes.description(manager.server_args),
         "manager.in_flight": lambda manager: {rid: state.obj for rid, state in manager.rid_to_state.items()},

@@ -62,6 +62,9 @@ class Exchange:
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
 
 
+#: The open ones, by the identity of their scope: for threads of a pool, which have no context.
+open_exchanges: dict[int, Exchange] = {}
+
 # Set in the task that serves an HTTP request, and inherited by the tasks that it starts.
 current_exchange: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar(
     "sgl_aspects_exchange", default=None

@@ -24,7 +24,7 @@ from typing import Any
 from sgl_aspects.engines.base import Engine, Role
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange, operation_of
+from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange, open_exchanges, operation_of
 from sgl_aspects.tracing.options import TraceOptions
 
 _SERVER = "uvicorn.protocols.http.*_impl:RequestResponseCycle"
@@ -70,11 +70,13 @@ class ExchangeObserver:
         cycle = self._cycle(args, kwargs, None)
         exchange = Exchange(cycle.scope, monotonic_ns() - _unread_ns(cycle.transport))
         current_exchange.set(exchange)
+        open_exchanges[id(exchange.scope)] = exchange
         return exchange, cycle
 
     def _exchange_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         current_exchange.set(None)
         exchange, cycle = token
+        open_exchanges.pop(id(exchange.scope), None)
         exchange.is_over = True
         exchange.is_whole = cycle.response_complete and not cycle.disconnected
         for end in exchange.at_end:

@@ -22,7 +22,12 @@ from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.content import LONGEST
 from sgl_aspects.tracing.lifecycle import Call, Trackers
-from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange, operation_of
+from sgl_aspects.tracing.lifecycle.exchanges import (
+    Exchange,
+    current_exchange,
+    open_exchanges,
+    operation_of,
+)
 from sgl_aspects.tracing.options import no_headers
 from sgl_aspects.tracing.records import error_type
 
@@ -76,6 +81,7 @@ class ServingObserver:
         self._begun = {role: call(role, "request") for role in ("begin_request", "begin_stream")}
         self._rids = reader("request.rids")
         self._awaiting, self._adapter = call("await_adapter", "request"), reader("request.model")
+        self._templating, self._scope = call("apply_template", "http"), reader("http.scope")
         self._is_probe = reader("request.is_probe")
         self._is_single = reader("request.is_single")
         self._received_ns = reader("request.received_ns")
@@ -247,6 +253,8 @@ class ServingObserver:
 
     def _template_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         exchange = current_exchange.get()
+        if exchange is None:
+            exchange = open_exchanges.get(id(self._scope(self._templating(args, kwargs))))
         return (exchange, monotonic_ns()) if exchange is not None and self._recorder.level else None
 
     def _template_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
