@@ -72,6 +72,11 @@ def drive(server: Server, adapter: Path) -> None:
     assert server.get("/flush_cache") == 200
 
 
+def is_whole(spans: list[Span]) -> bool:
+    roots = {span.trace_id for span in spans if span.parent_id == CALLER}
+    return any(span.name == "flush_cache" for span in spans) and roots >= {trace_id(n) for n in range(9)}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
@@ -88,7 +93,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         }
         with serve(model, folder / "log", prefix=prefix, more=OPTIONS, environment=environment) as server:
             drive(server, adapter)
-            receiver.wait_for(lambda spans: any(span.name == "flush_cache" for span in spans))
+            receiver.wait_for(is_whole)
         yield Run(receiver, by_trace(receiver.spans))
 
 

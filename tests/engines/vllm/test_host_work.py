@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from tests.support.engine_server import EngineServer
 from tests.support.otlp_receiver import Receiver, Span
 from tests.support.phases import engine_receiver
 from tests.support.sglang_models import make_adapter, make_mini
-from tests.support.vllm_server import serve, traced
+from tests.support.vllm_server import serve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -68,18 +69,38 @@ def drive(server: EngineServer, adapter: Path) -> None:
     server.tell("/reset_prefix_cache", {})
 
 
+def is_whole(spans: list[Span]) -> bool:
+    roots = {span.trace_id for span in spans if span.parent_id == CALLER}
+    return any(span.name == "flush_cache" for span in spans) and roots >= {trace_id(n) for n in range(7)}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("run")
     model = make_mini(folder / "mini")
     adapter = make_adapter(model, folder / "adapter")
     with engine_receiver() as receiver:
+        # vLLM loads plugins when its engine core has begun to start: this launcher is there before.
+        prefix = [
+            sys.executable,
+            "-m",
+            "sgl_aspects",
+            "run",
+            "--level",
+            "2",
+            "--endpoint",
+            receiver.endpoint,
+            "--",
+        ]
         options = ["--dtype", "float32", "--enforce-eager", "--enable-lora"]
-        allowed = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
-        environment = {**traced(receiver), **allowed}
-        with serve(model, folder / "log", more=options, environment=environment) as server:
+        environment = {
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+        }
+        with serve(model, folder / "log", prefix=prefix, more=options, environment=environment) as server:
             drive(server, adapter)
-            receiver.wait_for(lambda spans: any(span.name == "flush_cache" for span in spans))
+            receiver.wait_for(is_whole)
     return Run(receiver, by_trace(receiver.spans))
 
 
