@@ -29,13 +29,18 @@ def _drafted(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) 
 
 
 def drafts(req: Any) -> tuple[int, list[int]] | None:
-    """Return a request's drafted tokens so far, and those accepted at each position; None without drafts."""
-    count = getattr(req, "spec_verify_ct", 0)
-    if not count:
+    """Return a request's drafted tokens so far, and those accepted at each position.
+
+    None without drafts, and in versions that have no such counts.
+    """
+    count, histogram = (
+        getattr(req, f"spec_{name}", None) for name in ("verify_ct", "correct_drafts_histogram")
+    )
+    get_spec = getattr(sys.modules.get("sglang.srt.runtime_context"), "get_spec", None)
+    if not count or histogram is None or get_spec is None:
         return None
-    width: int = sys.modules["sglang.srt.runtime_context"].get_spec().speculative_num_draft_tokens
+    width: int = get_spec().speculative_num_draft_tokens
     # The histogram has, for each number of right tokens, how often a draft had as many.
-    histogram = req.spec_correct_drafts_histogram
     at_least = [*accumulate(reversed(histogram))]
     return count * (width - 1), at_least[-2::-1]
 

@@ -14,11 +14,11 @@ from typing import Any
 from sgl_aspects.engines.base import Engine
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.context import Opened, TraceContext
-from sgl_aspects.tracing.lifecycle.exchanges import Exchange
+from sgl_aspects.tracing.lifecycle.exchanges import Exchange, Part
 from sgl_aspects.tracing.lifecycle.process import ProcessTracker
 from sgl_aspects.tracing.options import TraceOptions, no_headers, tenant_of
 from sgl_aspects.tracing.record.recorder import Recorder
-from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen, RequestSent
+from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen, RequestSent, SpanType
 from sgl_aspects.tracing.schema import (
     ATTACHED_FLAG,
     BOOTSTRAP_ROOM,
@@ -123,9 +123,7 @@ class CallTracker:
         self._process = process or ProcessTracker(recorder)
         self._parent_based = options.parent_based
         self._write_request = recorder.spans(REQUEST)
-        self._write_tokenize = recorder.spans(TOKENIZE)
-        self._write_template = recorder.spans(TEMPLATE)
-        self._write_wait = recorder.spans(WAIT_FOR_ADAPTER)
+        self._parts = {type: recorder.spans(type) for type in (TEMPLATE, TOKENIZE, WAIT_FOR_ADAPTER)}
         self._write_detokenize = recorder.spans(DETOKENIZE)
         reader = engine.reader
         self._rids = reader("request.rids")
@@ -267,23 +265,11 @@ class CallTracker:
         (call, span_id, start_ns, opened), end_ns = token, monotonic_ns()
         context.leave(opened)
         root = call.span_id
-        self._write_tokenize(span_id, root, root, start_ns, end_ns, (count,), problem)
+        self._parts[TOKENIZE](span_id, root, root, start_ns, end_ns, (count,), problem)
 
-    def tokenized_before(self, call: Call, part: tuple[int, int, int | None, str]) -> None:
-        """Record a tokenization before the request began: start, end, tokens and error."""
-        start_ns, end_ns, count, problem = part
-        root = call.span_id
-        self._write_tokenize(self._recorder.new_id(), root, root, start_ns, end_ns, (count,), problem)
-
-    def templated_before(self, call: Call, part: tuple[int, int, str]) -> None:
-        """Record the use of a chat template before the request began: start, end and error."""
-        root = call.span_id
-        self._write_template(self._recorder.new_id(), root, root, *part[:2], (), part[2])
-
-    def waited_for_adapter(self, call: Call, adapter: str, start_ns: int, problem: str) -> None:
-        """Record how long it waited until its adapter was there."""
-        root = call.span_id
-        self._write_wait(self._recorder.new_id(), root, root, start_ns, monotonic_ns(), (adapter,), problem)
+    def add_part(self, call: Call, type: SpanType, part: Part) -> None:
+        """Record a whole ``chat_template``, ``tokenize`` or ``wait_for_adapter`` of the request."""
+        self._parts[type](self._recorder.new_id(), call.span_id, call.span_id, *part)
 
     def sent(self, call: Call) -> None:
         """Record that the request is about to be handed to the scheduler."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+
+from sgl_aspects.tracing.records import AttributeValue
 
 # Operations by the end of the path: OpenAI's names, Anthropic's, and the engines' own.
 _OPERATIONS = {
@@ -24,14 +26,18 @@ def operation_of(path: str) -> str | None:
     return None
 
 
+#: Work for a request: start, end, the attributes of its span, and the error.
+Part: TypeAlias = "tuple[int, int, tuple[AttributeValue, ...], str]"
+
+
 @dataclass(eq=False)
 class Exchange:
     """One HTTP request and its response, in nanoseconds since the epoch; 0: not yet.
 
     ``scope``: ASGI's. ``status``, ``response_id``: the response's. ``is_taken``: an engine's request is this
     exchange's; further ones in it have times of their own. ``is_over``: it has ended. ``is_whole``: the
-    client got all of the response. ``tokenized``: tokenizations before the request began (start, end, tokens,
-    error), in order. ``at_end``: called when the response is complete, or its client is gone.
+    client got all of the response. ``tokenized``, ``templated``: tokenizations and uses of a chat template
+    before the request began, in order. ``at_end``: called when the response is complete, or its client gone.
     """
 
     scope: Mapping[str, Any]
@@ -42,9 +48,8 @@ class Exchange:
     is_taken: bool = False
     is_over: bool = False
     is_whole: bool = False
-    tokenized: list[tuple[int, int, int | None, str]] = field(default_factory=list)
-    #: Uses of a chat template before the request began: start, end, error.
-    templated: list[tuple[int, int, str]] = field(default_factory=list)
+    tokenized: list[Part] = field(default_factory=list)
+    templated: list[Part] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
     @property

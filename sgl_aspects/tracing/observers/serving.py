@@ -24,12 +24,14 @@ from sgl_aspects.tracing.content import LONGEST
 from sgl_aspects.tracing.lifecycle import Call, Trackers
 from sgl_aspects.tracing.lifecycle.exchanges import (
     Exchange,
+    Part,
     current_exchange,
     open_exchanges,
     operation_of,
 )
 from sgl_aspects.tracing.options import no_headers
 from sgl_aspects.tracing.records import error_type
+from sgl_aspects.tracing.schema import TEMPLATE, TOKENIZE, WAIT_FOR_ADAPTER
 
 
 @dataclass(eq=False)
@@ -42,7 +44,7 @@ class _Serving:
     http: Any
     exchange: Exchange | None
     call: Call | None = None
-    tokenized: list[tuple[int, int, int | None, str]] = field(default_factory=list)
+    tokenized: list[Part] = field(default_factory=list)
 
 
 # Set while a generator runs, in its task and in those that it starts.
@@ -214,9 +216,9 @@ class ServingObserver:
         # The first remaining request of the exchange.
         tokenized = serving.tokenized or (exchange.tokenized if exchange is not None else [])
         if tokenized:
-            self._calls.tokenized_before(call, tokenized.pop(0))
+            self._calls.add_part(call, TOKENIZE, tokenized.pop(0))
         if exchange is not None and exchange.templated:
-            self._calls.templated_before(call, exchange.templated.pop(0))
+            self._calls.add_part(call, TEMPLATE, exchange.templated.pop(0))
         return call
 
     def _begin_enter(self, role: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
@@ -249,7 +251,8 @@ class ServingObserver:
     def _adapter_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is not None:
             call, adapter, start_ns = token
-            self._calls.waited_for_adapter(call, adapter, start_ns, error_type(error))
+            part = start_ns, monotonic_ns(), (adapter,), error_type(error)
+            self._calls.add_part(call, WAIT_FOR_ADAPTER, part)
 
     def _template_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         exchange = current_exchange.get()
@@ -260,7 +263,7 @@ class ServingObserver:
     def _template_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is not None:
             exchange, start_ns = token
-            exchange.templated.append((start_ns, monotonic_ns(), error_type(error)))
+            exchange.templated.append((start_ns, monotonic_ns(), (), error_type(error)))
 
     def _prompt_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = _serving.get() or current_exchange.get()
@@ -280,7 +283,7 @@ class ServingObserver:
         count, problem = None if error is not None else self._token_count(result), error_type(error)
         if len(token) == 2:  # its request does not exist yet
             start_ns, place = token
-            place.tokenized.append((start_ns, monotonic_ns(), count, problem))
+            place.tokenized.append((start_ns, monotonic_ns(), (count,), problem))
         else:
             self._calls.tokenized(token, count, problem)
 
