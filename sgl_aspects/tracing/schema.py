@@ -197,12 +197,8 @@ FORWARD = SpanType(
     {MODE: str, BATCH_SIZE: int, BATCH_TOKENS: int, DEVICE_NAME: str, DEVICE_TIME: float, GRAPH: str},
 )
 SAMPLE = SpanType("sample")
-#: Of speculation, below ``run_batch``: role → its span. The step's ``forward`` is the pass that verifies.
-DRAFTS = {
-    "draft": SpanType("draft"),
-    "draft_extend": SpanType("draft_extend"),
-    "draft_search": SpanType("draft"),
-}
+#: Of speculation. The step's ``forward`` is the pass that verifies.
+DRAFT, DRAFT_EXTEND = SpanType("draft"), SpanType("draft_extend")
 PROCESS_RESULT = SpanType("process_result")
 
 _TOKENS: dict[str, type] = {KV_TOKENS: int}

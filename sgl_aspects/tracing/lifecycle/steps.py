@@ -38,6 +38,9 @@ from sgl_aspects.tracing.records import AttributeValue
 _MOST_DETAILS = 1000
 
 
+_IN_RUN_BATCH = (*(layout.CHILD_FORWARD, layout.CHILD_SAMPLE, layout.CHILD_DRAFT, layout.CHILD_DRAFT_EXTEND),)
+
+
 class Step(native.Step):
     """A batch from its launch to its result. ``id`` 0: untraced, with figures for the metrics only.
 
@@ -364,7 +367,7 @@ class StepTracker(native.Tracker):
         """Return the fields of a child's open span, with its parent's as the outer ones."""
         self._announce(step)
         if child not in step.spans:
-            parent = layout.CHILD_RUN_BATCH if child in (layout.CHILD_FORWARD, layout.CHILD_SAMPLE) else 0
+            parent = layout.CHILD_RUN_BATCH if child in _IN_RUN_BATCH else 0
             outer = self._open(step, parent) if child else None
             start = step.words[step.block + (CHILD_STARTS[child] if child else layout.RUN_START)]
             ids = layout.child_id(step.id, child), step.id, layout.child_id(step.id, parent) if child else 0

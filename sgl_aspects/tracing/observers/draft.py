@@ -10,47 +10,66 @@ from sgl_aspects.tracing.lifecycle import Step, Trackers
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.open_steps import OpenSteps
-from sgl_aspects.tracing.record.recorder import SpanWriter
+from sgl_aspects.tracing.record.steps import CHILD_STARTS, CHILD_TYPES
 from sgl_aspects.tracing.records import error_type
-from sgl_aspects.tracing.schema import DRAFTS
+
+#: Role → the step's child that it is.
+_CHILDREN = {
+    "draft": layout.CHILD_DRAFT,
+    "draft_search": layout.CHILD_DRAFT,
+    "draft_extend": layout.CHILD_DRAFT_EXTEND,
+}
 
 
 class DraftObserver:
-    """Writes ``draft`` and ``draft_extend`` below ``run_batch``.
+    """Stores the times of ``draft`` and ``draft_extend`` in the step; of several calls, from the first on.
 
-    The passes of a draft model in them are not the step's: ``forward`` is the pass that verifies.
+    The passes of a draft model in them are not the step's: ``forward`` is the pass that verifies. Where the
+    step runs in another process they are spans of this one.
     """
 
     def __init__(self, trackers: Trackers, forward: ForwardObserver) -> None:
-        self._engine, self._recorder, self._tracker = trackers.engine, trackers.recorder, trackers.steps
+        self._roles, self._recorder, self._tracker = trackers.engine.roles, trackers.recorder, trackers.steps
         self._forward = forward
         #: Stands in for the step of a draft model's passes, which are not recorded.
         self._nowhere = Step(OpenSteps.in_memory(), layout.OPEN_STEPS_WORD)
 
     def observations(self) -> list[Observation]:
         return [
-            Observation(role, self._enter, self._exit(self._recorder.spans(type)), 3)
-            for role, type in DRAFTS.items()
-            if role in self._engine.roles
+            Observation(role, *self._observe(child), 3)
+            for role, child in _CHILDREN.items()
+            if role in self._roles
         ]
 
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tracker, forward = self._tracker, self._forward
-        step = tracker.running or (tracker.in_flight[-1] if tracker.in_flight else None)
-        step_id = step.id if step is not None else forward.worker.step_id
-        is_outermost = forward.step is None
-        if is_outermost:
-            forward.step = self._nowhere
-        return step_id, monotonic_ns(), is_outermost
+    def _observe(self, child: int) -> tuple[Any, Any]:
+        tracker, forward, nowhere = self._tracker, self._forward, self._nowhere
+        start, write = CHILD_STARTS[child], self._recorder.spans(CHILD_TYPES[child])
 
-    def _exit(self, write: SpanWriter) -> Any:
+        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if forward.step is not None:
+                return None  # in another one
+            forward.step = nowhere
+            step = tracker.running or (tracker.in_flight[-1] if tracker.in_flight else None)
+            if step is None or not step.id:
+                return monotonic_ns(), None, 0
+            before, step.child = step.child, child
+            at = step.block + start
+            step.words[at] = step.words[at] or monotonic_ns()
+            return 0, step, before
+
         def leave(token: Any, result: Any, error: BaseException | None) -> None:
-            step_id, start_ns, is_outermost = token
-            if is_outermost:
-                self._forward.step = None
-            if step_id and is_outermost:
+            if token is None:
+                return
+            forward.step = None
+            start_ns, step, before = token
+            if step is not None:
+                step.words[step.block + start + 1] = monotonic_ns()
+                step.child = before
+                if error is not None:
+                    tracker.fail(step, 1 << child, error_type(error))
+            elif step_id := forward.worker.step_id:
                 run_id = layout.child_id(step_id, layout.CHILD_RUN_BATCH)
-                span_id = self._recorder.new_id()
-                write(span_id, step_id, run_id, start_ns, monotonic_ns(), (), error_type(error))
+                span_id, problem = self._recorder.new_id(), error_type(error)
+                write(span_id, step_id, run_id, start_ns, monotonic_ns(), (), problem)
 
-        return leave
+        return enter, leave

@@ -90,13 +90,18 @@ MARK_OFFSET = SLOT_BYTES - 8
     STEP_FAILED,
     STEP_DRAFTED,
     STEP_ACCEPTED,
-) = range(STEP_FIELDS := 27)
+    DRAFT_START,
+    DRAFT_END,
+    DRAFT_EXTEND_START,
+    DRAFT_EXTEND_END,
+) = range(STEP_FIELDS := 31)
 STEP_WORDS = SLOT_BYTES // 8
 #: Figures are stored plus one, so that 0 is "unknown": numbers, nanoseconds, and the usage in millionths.
 KV_USAGE_UNIT = 1_000_000
 
 #: The spans of a step by number: in their ids, and as bits of ``STEP_FAILED``.
 CHILD_SCHEDULE, CHILD_RUN_BATCH, CHILD_FORWARD, CHILD_SAMPLE, CHILD_PROCESS_RESULT = range(1, 6)
+CHILD_DRAFT, CHILD_DRAFT_EXTEND = 6, 7
 #: Ids are counted below this bit; a step's id and a child's number above it make the child's id.
 CHILD_SHIFT = 60
 

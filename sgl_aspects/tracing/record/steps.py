@@ -18,6 +18,11 @@ _CHILDREN: tuple[tuple[int, SpanType, int, int, int], ...] = (
     ),
     (layout.CHILD_SAMPLE, schema.SAMPLE, layout.SAMPLE_START, layout.SAMPLE_END, layout.CHILD_RUN_BATCH),
     (layout.CHILD_PROCESS_RESULT, schema.PROCESS_RESULT, layout.PROCESS_START, layout.PROCESS_END, 0),
+    (layout.CHILD_DRAFT, schema.DRAFT, layout.DRAFT_START, layout.DRAFT_END, layout.CHILD_RUN_BATCH),
+    (
+        *(layout.CHILD_DRAFT_EXTEND, schema.DRAFT_EXTEND),
+        *(layout.DRAFT_EXTEND_START, layout.DRAFT_EXTEND_END, layout.CHILD_RUN_BATCH),
+    ),
 )
 CHILD_TYPES = {child: type for child, type, *_ in _CHILDREN}
 CHILD_STARTS = {child: start for child, _, start, *_ in _CHILDREN}
@@ -71,7 +76,7 @@ def spans_of(
             if words[layout.STEP_GRAPH]:
                 values[5] = text_of(words[layout.STEP_GRAPH])
         is_open = not words[last]
-        if type is schema.SAMPLE and 0 < words[layout.RUN_END] < words[first]:
+        if type in (schema.SAMPLE, schema.DRAFT) and 0 < words[layout.RUN_END] < words[first]:
             parent = 0  # it had to wait for the previous result
         problem = error if failed >> child & 1 or is_open else ""
         found.append(
