@@ -52,7 +52,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "cancel_requests": (),
     "release_request": ("req",),
     "verify_draft": ("rid", "drafted", "accepted"),  # of one request in a step
-    "verify_drafts": ("drafted", "accepted"),  # of all of them: see ``req.drafts``
+    "verify_drafts": ("drafts",),  # of all of them, drafted and accepted: see ``req.drafts``
     "compile_grammar": ("req", "kind", "waits"),
     "grammar_ready": ("reqs",),
     # A request that one thread works on alone, without a scheduler.

@@ -15,17 +15,14 @@ from sgl_aspects.engines.base import Role
 
 _WORKERS = "sglang.srt.speculative"
 _PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
-_result = Role((), ("_", "result", "batch")).reader("result")
 
 
-def _accepted(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
-    return int(_result(args, kwargs).num_correct_drafts)
-
-
-def _drafted(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
-    verified = _result(args, kwargs)
+def _resolved(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> tuple[int, int]:
+    """Return the drafted tokens of a batch, and how many were accepted; the call returns each request's."""
+    verified = args[1] if len(args) > 1 else kwargs["result"]
     width = getattr(verified, "speculative_output_stride", None) or verified.speculative_num_draft_tokens
-    return int(len(result or ()) * (width - getattr(verified, "num_non_draft_tokens_per_req", 1)))
+    drafted = width - getattr(verified, "num_non_draft_tokens_per_req", 1)
+    return drafted * len(result or ()), verified.num_correct_drafts
 
 
 def drafts(req: Any) -> tuple[int, list[int]] | None:
@@ -46,9 +43,7 @@ def drafts(req: Any) -> tuple[int, list[int]] | None:
 
 
 ROLES = {
-    "verify_drafts": Role(
-        (f"{_PROCESSOR}._resolve_spec_v2_tokens",), reads={"drafted": _drafted, "accepted": _accepted}
-    ),
+    "verify_drafts": Role((f"{_PROCESSOR}._resolve_spec_v2_tokens",), reads={"drafts": _resolved}),
     "draft": Role((f"{_WORKERS}.*:*DraftWorker.draft",)),
     "draft_extend": Role((f"{_WORKERS}.*:*DraftWorker._draft_extend_for_*",)),
     "draft_search": Role((f"{_WORKERS}.ngram_worker:NGRAMWorker._prepare_draft_tokens",)),

@@ -31,7 +31,7 @@ class QueueObserver:
         self._end_reason = call("end_scheduled_request", "finish_reason")
         self._finish_reason = reader("req.finish_reason")
         self._draft = [call("verify_draft", name) for name in ("rid", "drafted", "accepted")]
-        self._batch_drafts = [call("verify_drafts", name) for name in ("drafted", "accepted")]
+        self._batch_drafts = call("verify_drafts", "drafts")
         self._drafts = reader("req.drafts")
         self._compiled = call("compile_grammar", "req")
         self._kind, self._waits = call("compile_grammar", "kind"), call("compile_grammar", "waits")
@@ -139,7 +139,8 @@ class QueueObserver:
             self._steps.drafted(drafted, accepted, are_counted=True)
 
     def _verify_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        drafted, accepted = (read(*token, result) for read in self._batch_drafts)
+        args, kwargs = token
+        drafted, accepted = self._batch_drafts(args, kwargs, result)
         if drafted:
             self._steps.drafted(drafted, accepted, are_counted=False)
 
