@@ -18,6 +18,7 @@ from sgl_aspects.run.control import Control, read_control, write_control, write_
 from sgl_aspects.run.fleet import opener
 from sgl_aspects.terminal import printable
 from sgl_aspects.tracing.collect.rings import rings
+from sgl_aspects.tracing.variables import without_secrets
 
 _LONGEST_ANSWER = 1 << 16
 
@@ -95,15 +96,16 @@ def take_profile(server: str, num_steps: int) -> int:
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
     url = f"{server.rstrip('/')}/start_profile"
+    shown = without_secrets(url, [])
     try:
         request = urllib.request.Request(url, json.dumps({"num_steps": num_steps}).encode(), headers)
         with opener.open(request) as answer:  # a redirect would take the key to another server
             print(printable(answer.read(_LONGEST_ANSWER).decode(errors="replace").strip()))
     except urllib.error.HTTPError as error:
         reason = error.read(_LONGEST_ANSWER).decode(errors="replace")[:300]
-        raise ConfigError(f"{url} answers {error.code}: {reason}") from error
+        raise ConfigError(f"{shown} answers {error.code}: {reason}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ConfigError(
-            f"{url}: {error}; name a server that runs with --server http://HOST:PORT"
+            f"{shown}: {error}; name a server that runs with --server http://HOST:PORT"
         ) from error
     return 0

@@ -167,6 +167,7 @@ LONG = "a" * 300
         (("serve", "--model", "~nobody-of-this-name"), "no model at ~nobody-of-this-name"),
         (("control", "--profile", "1", "--server", "localhost"), "with --server http://HOST:PORT"),
         (("control", "--profile", "1", "--server", "http://a b"), "with --server http://HOST:PORT"),
+        (("control", "--profile", "1", "--server", "http://me:sesame@["), "http://***@["),
         (("doctor", "--", "no-such-program"), "'no-such-program' is not a program that can be found"),
     ],
 )
