@@ -26,7 +26,7 @@ LONGER = {
     "tracing/test_engine.py": 458,
     "tracing/test_metrics.py": 408,
     "tracing/test_otlp.py": 429,
-    "weaving/test_classes.py": 696,
+    "weaving/test_classes.py": 656,
     "weaving/test_hooks.py": 678,
     "weaving/test_importing.py": 785,
     "weaving/test_kinds.py": 1040,
