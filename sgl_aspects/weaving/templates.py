@@ -172,21 +172,19 @@ def _exits(shape: Shape, exits: list[int], result: str, error: str) -> list[str]
 def _delegate_async(call: str) -> list[str]:
     """Return ``yield from`` for an async generator: asend, athrow and aclose reach the inner one."""
     return [
-        # Assigned first: Python warns about a call of a string literal.
-        "begin = '<_begin>'; following = '<_following>'; close = '<_close>'; throw = '<_throw>'",
-        f"inner = begin({call})",
+        f"inner = {call}",
         "try:",
-        "    item = await following(inner, None)",
+        "    item = await inner.asend(None)",
         "    while True:",
         "        try:",
         "            sent = yield item",
         "        except '<GeneratorExit>':",
-        "            await close(inner)",
+        "            await inner.aclose()",
         "            raise",
         "        except '<BaseException>' as thrown:",
-        "            item = await throw(inner, thrown)",
+        "            item = await inner.athrow(thrown)",
         "        else:",
-        "            item = await following(inner, sent)",
+        "            item = await inner.asend(sent)",
         "except '<StopAsyncIteration>':",
         "    pass",
     ]
@@ -196,30 +194,7 @@ def _indent(lines: list[str]) -> list[str]:
     return ["    " + line for line in lines]
 
 
-def _begin(items: Any) -> Any:
-    return type(items).__aiter__(items)
-
-
-def _following(inner: Any, sent: Any) -> Any:
-    return inner.__anext__() if sent is None else inner.asend(sent)
-
-
-async def _close(inner: Any) -> None:
-    if hasattr(inner, "aclose"):
-        await inner.aclose()
-
-
-def _throw(inner: Any, error: BaseException) -> Any:
-    if hasattr(inner, "athrow"):
-        return inner.athrow(error)
-    raise error
-
-
 # As constants: names would be looked up in the target's module, which may define the same ones.
 _CONSTANTS: dict[str, Any] = {
-    f"<{value.__name__}>": value
-    for value in (
-        *(BaseException, Exception, GeneratorExit, StopAsyncIteration),
-        *(_begin, _following, _close, _throw),
-    )
+    f"<{kind.__name__}>": kind for kind in (BaseException, Exception, GeneratorExit, StopAsyncIteration)
 }

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import sgl_aspects as aspects
-from tests.support.woven_modules import Watch, advice, around, module_of, no_hook_is_left, stored
+from tests.support.woven_modules import Watch, around, module_of, no_hook_is_left, stored
 
 __all__ = ["no_hook_is_left"]
 
@@ -597,34 +597,6 @@ def test_an_abandoned_async_generator_is_closed_by_the_loop(engine: Any) -> None
     with aspects.woven(watch.on("engine:agen"), around("engine:agen")):
         asyncio.run(abandon())
     assert [type(error) for _, error in watch.left] == [GeneratorExit]
-
-
-def test_an_async_generator_may_be_replaced_by_any_async_iterable(engine: Any) -> None:
-    class Items:
-        def __init__(self, *args: Any) -> None:
-            self.left = [1, 2]
-
-        def __aiter__(self) -> Any:
-            return self
-
-        async def __anext__(self) -> int:
-            if not self.left:
-                raise StopAsyncIteration
-            return self.left.pop()
-
-    async def throw_and_close() -> None:
-        items = engine.agen(1)
-        await items.__anext__()
-        with pytest.raises(KeyError):
-            await items.athrow(KeyError())
-        items = engine.agen(1)
-        await items.__anext__()
-        await items.aclose()
-
-    replacing = advice("engine:agen", aspects.HookType.REPLACE, lambda n: Items())
-    with aspects.woven(replacing):
-        assert engine.drain(engine.agen(5)) == [2, 1]
-        asyncio.run(throw_and_close())
 
 
 def test_a_module_may_have_names_of_builtins_of_its_own(engine: Any) -> None:
