@@ -45,7 +45,10 @@ class SRTPlatform(DeviceMixin):
     # -- key-value cache -----------------------------------------------------------------------------
 
     def get_kv_pool_cls(self, *, kind: str) -> type | str:
-        """The pool for caches of ``kind``: "mha" (rows per head), "mla" or "dsa" (one compressed row)."""
+        """The pool for caches of ``kind``: "mha" (rows per head), "mla" or "dsa" (one compressed row).
+
+        NotImplementedError for a kind without one: SGLang uses its own then, the embedded engine cannot run.
+        """
         if kind == "mha":
             return self.get_mha_kv_pool_cls()
         if kind == "mla":

@@ -161,6 +161,21 @@ def test_a_newer_sglang_uses_its_own(engine: Engine) -> None:
     assert not hasattr(platform, "get_mha_kv_pool_cls")
 
 
+class OneKind(CpuPlatform):
+    """A vendor's platform whose pools are of one kind."""
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | str:
+        if kind != "mha":
+            raise NotImplementedError(kind)
+        return "collections:OrderedDict"
+
+
+def test_kinds_of_pool_that_a_vendor_has_not_are_sglangs_own(engine: Engine) -> None:
+    platform = bridge(engine, NEW, OneKind)
+    assert platform.get_kv_pool_cls(kind="mha") is not None
+    assert platform.get_kv_pool_cls(kind="mla") is None
+
+
 def test_what_a_vendor_wrote_goes_over_under_both_names(engine: Engine) -> None:
     import collections
 

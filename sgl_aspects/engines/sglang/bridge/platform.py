@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -385,7 +386,9 @@ def _get_kv_pool_cls(self: Any, *, kind: str) -> type | None:
     own = {"mha": "get_mha_kv_pool_cls", "mla": "get_mla_kv_pool_cls", "dsa": "get_nsa_kv_pool_cls"}
     platform = self.platform
     if _is_vendors(type(platform), "get_kv_pool_cls"):
-        method, answer = platform.get_kv_pool_cls, platform.get_kv_pool_cls(kind=kind)
+        method, answer = platform.get_kv_pool_cls, None
+        with suppress(NotImplementedError):
+            answer = method(kind=kind)
     elif kind in own and _is_vendors(type(platform), own[kind]):
         method = getattr(platform, own[kind])
         answer = method()
