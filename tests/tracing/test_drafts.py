@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from sgl_aspects.engines import SGLANG, VLLM
 from sgl_aspects.engines.contract import Observation
+from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.draft import DraftObserver
 from sgl_aspects.tracing.observers.forward import ForwardObserver
@@ -14,8 +16,11 @@ from sgl_aspects.tracing.observers.queue import QueueObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS
 from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
+from sgl_aspects.tracing.records import SpanEnd
 from sgl_aspects.tracing.schema import ACCEPTED_AT, ACCEPTED_TOKENS, BATCH_TOKENS, DRAFTED_TOKENS
 from tests.support.memory_recorder import Memory
+from tests.support.rings import read_all
 from tests.support.stand_ins import ForwardMode
 
 
@@ -66,6 +71,26 @@ def test_the_forward_pass_of_a_step_is_the_one_that_verifies() -> None:
     for span in (draft, extend, forward):
         assert span.parent_id == run_batch.span_id
         assert span.root_id == run_batch.root_id
+
+
+def test_drafts_are_read_from_a_ring_with_their_times(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    step(observers(Trackers.of(SGLANG, recorder, DEFAULTS)), accepted=3)
+    recorder.close()
+    spans = {
+        record.type.name: record
+        for record in read_all(RunReader(str(tmp_path)))
+        if isinstance(record, SpanEnd)
+    }
+    run_batch, draft, extend = (spans[name] for name in ("run_batch", "draft", "draft_extend"))
+    assert (
+        run_batch.start_ns
+        <= draft.start_ns
+        <= draft.end_ns
+        <= extend.start_ns
+        <= extend.end_ns
+        <= run_batch.end_ns
+    )
 
 
 def test_a_step_counts_what_was_drafted_and_accepted() -> None:

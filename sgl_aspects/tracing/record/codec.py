@@ -181,7 +181,7 @@ class Decoder:
 
     def _step(self, data: bytes, position: int) -> list[SpanEnd]:
         words = [*_STEP.unpack_from(data, position)]
-        for word in range(layout.SCHEDULE_START, layout.PROCESS_END + 1):
+        for word in layout.STEP_TIMES:
             if words[word]:
                 words[word] = self._time(words[word])
         links = self._groups.get(words[layout.STEP_GROUP], ())

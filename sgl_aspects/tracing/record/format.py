@@ -96,6 +96,8 @@ MARK_OFFSET = SLOT_BYTES - 8
     DRAFT_EXTEND_END,
 ) = range(STEP_FIELDS := 31)
 STEP_WORDS = SLOT_BYTES // 8
+#: Those that are times.
+STEP_TIMES = (*range(SCHEDULE_START, PROCESS_END + 1), *range(DRAFT_START, DRAFT_EXTEND_END + 1))
 #: Figures are stored plus one, so that 0 is "unknown": numbers, nanoseconds, and the usage in millionths.
 KV_USAGE_UNIT = 1_000_000
 
