@@ -1,8 +1,8 @@
 """Live control: changes from outside what a run records, through the control blocks of its rings.
 
-A control block is three numbers in the header of a ring (docs/recorder.md). A traced process reads them with
-each request and each step: no signal, no socket, no thread. Processes that start later read the same numbers
-from the run's folder.
+A control block is three numbers in the header of a ring (see `sgl_aspects.tracing.record`). A traced process
+reads them with each request and each step: no signal, no socket, no thread. Processes that start later read
+the same numbers from the run's folder.
 """
 
 from __future__ import annotations

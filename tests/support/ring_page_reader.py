@@ -1,4 +1,7 @@
-"""A reader of ring files written from docs/recorder.md alone: it shares no line with the product's."""
+"""A reader of ring files written from the docstring of `sgl_aspects.tracing.record` alone.
+
+It shares no line with the product's.
+"""
 
 from __future__ import annotations
 

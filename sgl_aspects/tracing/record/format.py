@@ -1,4 +1,4 @@
-"""The layout of a ring file, in numbers. docs/recorder.md describes it in words."""
+"""The layout of a ring file, in numbers. The docstring of `sgl_aspects.tracing.record` has it in words."""
 
 from __future__ import annotations
 

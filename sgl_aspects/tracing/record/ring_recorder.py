@@ -1,7 +1,7 @@
 """The flight recorder: one memory-mapped ring of fixed-size records for each traced process.
 
 A span is a few calls of C functions: no thread, no lock, no system call. The collector can read it even if
-the process is killed the next moment. docs/recorder.md describes the file.
+the process is killed the next moment. The package docstring describes the file.
 
 It is safe without a lock because two operations are atomic under the GIL: taking the next number from a range
 iterator, and packing a slot. The slot's last field, its mark, is written last: a slot whose mark is not its
