@@ -800,16 +800,3 @@ def test_a_platform_in_the_making_chooses_at_the_first_call() -> None:
         assert int(manager.call_op("op", torch.zeros(()))) == 9
     finally:
         set_current_platform(None)
-
-
-def test_every_test_that_the_page_names_exists() -> None:
-    import re
-
-    root = Path(__file__).parents[2]
-    names = set()
-    for file in (root / "tests").rglob("test_*.py"):
-        names.update(re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE))
-        names.add(file.name)
-    page = (root / "docs" / "ops.md").read_text()
-    for named in re.findall(r"`(test_[\w.]+?)(?:…)?`", page):
-        assert any(name.startswith(named) for name in names), named
