@@ -138,7 +138,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 def test_each_concurrent_request_has_a_whole_trace_under_its_callers_id(run: Run) -> None:
     for number, answer in enumerate(run.answers):
         spans = run.traces[trace_id(number)]
-        assert sorted({span.name for span in spans}) == sorted([*CHILDREN, "chat mini"])
+        assert sorted({span.name for span in spans}) == sorted([*CHILDREN, "chat_template", "chat mini"])
         root = one(spans, "chat mini")
         assert root.parent_id == CALLER
         assert {span.parent_id for span in spans if span is not root} == {root.span_id}
