@@ -110,7 +110,7 @@ soak: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 	$(BIN)/python -c "import tests.weaving.test_growth as test; test.soak()"
 
-# The suites of well-known packages, bare and with everything hooked: the table in docs/hooks.md.
+# The suites of well-known packages, bare and with everything hooked (docs/hooks.md).
 HOOKED_VENV := .hooked-venv
 
 test-hooked: $(HOOKED_VENV)/.ready
