@@ -200,6 +200,20 @@ def is_chained(loader: Any) -> bool:
     return type(loader) is wrapt.importer._ImportHookChainedLoader
 
 
+def leave_lazy(spec: ModuleSpec, hook: Callable[[Any], None]) -> bool:
+    """Give back a spec whose `importlib.util.LazyLoader` wrapt has wrapped for ``hook``, and unregister this.
+
+    wrapt would load the module when it is imported. False: it wrapped no such loader, or has other hooks.
+    """
+    lazy = getattr(spec.loader, "__wrapped__", None)
+    is_lazy = is_chained(spec.loader) and type(lazy) is importlib.util.LazyLoader
+    if not is_lazy or wrapt.importer._post_import_hooks.get(spec.name) != [hook]:
+        return False
+    unregister_post_import_hook(hook, spec.name)
+    spec.loader = lazy
+    return True
+
+
 def unregister_post_import_hook(hook: Callable[[Any], None], name: str) -> None:
     """Undo `wrapt.register_post_import_hook` for a hook that has not been called."""
     with wrapt.importer._post_import_hooks_lock:

@@ -130,6 +130,9 @@ class ModuleWatcher:
             self._attach(spec)
 
     def _attach(self, spec: ModuleSpec) -> None:
+        hook = self._registered.get(spec.name)
+        if hook is not None and compat.leave_lazy(spec, hook):
+            del self._registered[spec.name]
         # A lazy loader calls another one when an attribute of the module is read.
         holder: Any = spec.loader if type(spec.loader) is importlib.util.LazyLoader else spec
         loader = holder.loader
