@@ -11,10 +11,12 @@ outputs reach the tokenizer manager for many requests in one call.
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from typing import Any, NamedTuple
 
 from sgl_aspects.engines.base import Engine, Role
+from sgl_aspects.engines.device import platform_of
 from sgl_aspects.engines.sglang import details, disaggregation, processes, speculation
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
@@ -194,9 +196,12 @@ def _is_follower(scheduler: Any) -> bool:
 
 @functools.cache  # called with each forward pass
 def _platform_of(device: Any) -> Any:
-    from sgl_aspects.engines.sglang.device import platform_of
+    """Return the bridged platform that SGLang runs on, else that of the torch device."""
+    from sgl_aspects.platforms.device_mixin import DeviceMixin
 
-    return platform_of(str(device))
+    of_sglang = getattr(sys.modules.get("sglang.srt.platforms"), "current_platform", None)
+    bridged = getattr(of_sglang, "platform", None)
+    return bridged if isinstance(bridged, DeviceMixin) else platform_of(str(device))
 
 
 def _messages(request: Any) -> list[tuple[str, str]] | None:
