@@ -290,7 +290,7 @@ def _walk(
             yield place
         elif is_class(place.raw) and segment.endswith("+"):
             family = [one for one in subclasses or () if derives(one, place.raw)]
-            for subclass in _with_subclasses(place.raw) if subclasses is None else family:
+            for subclass in with_subclasses(place.raw) if subclasses is None else family:
                 # Inherited methods are woven once, on the class that defines them.
                 for found in _walk(subclass, rest, subclasses):
                     if subclass is place.raw or not found.inherited:
@@ -352,7 +352,7 @@ def _module_of(obj: Any) -> Any:
     return class_module(obj) if is_class(obj) else namespace(obj).get("__module__")
 
 
-def _with_subclasses(cls: type) -> list[type]:
+def with_subclasses(cls: type) -> list[type]:
     found = {id(cls): cls}  # by id: a metaclass may leave its classes without a hash
     waiting = [cls]
     while waiting:

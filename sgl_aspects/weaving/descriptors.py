@@ -33,6 +33,7 @@ from sgl_aspects.weaving.attributes import (
     is_a,
     is_class,
     namespace,
+    with_subclasses,
 )
 from sgl_aspects.weaving.chain import calls_original
 from sgl_aspects.weaving.functions import WovenFunction, WovenProxy, bound_late, passing_on
@@ -174,14 +175,13 @@ def _next_in_line(place: AttributeReference, captured: Callable[..., Any]) -> Ca
 
     With `class D(Sub, Other)`, a hook on an inherited ``Sub.m`` comes before ``Other.m``, as ``Sub`` does.
     """
-    owner, name = place.owner, place.name
-    if is_a(place.raw, C_CALLABLES):
+    owner, name, raw = place.owner, place.name, place.raw
+    if is_a(raw, C_CALLABLES):
         return captured
-    if not is_a(place.raw, (types.FunctionType, classmethod)):
-        base = next(cls for cls in bases(owner)[1:] if current(cls, name) is place.raw)
-        raise HookError(
-            f"{place} is an inherited {type(place.raw).__name__}; hook it where it is defined: "
-            f"'{place._replace(owner=base)}'"
+    if is_a(raw, staticmethod) and name != "__new__":
+        _refuse_if_overtaken(place)
+        return _following(
+            captured, lambda *args, **kwargs: getattr(super(owner, owner), name)(*args, **kwargs)
         )
 
     def called(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -189,9 +189,37 @@ def _next_in_line(place: AttributeReference, captured: Callable[..., Any]) -> Ca
             following = super(owner, subject)
         except TypeError:  # it is not an instance of the class
             return captured(subject, *args, **kwargs)
-        return getattr(following, name)(*args, **kwargs)
+        if is_a(raw, staticmethod):
+            return following.__new__(subject, *args, **kwargs)
+        if place.part in ("fset", "fdel"):
+            order = bases(type(subject))
+            held = (current(cls, name) for cls in order[order.index(owner) + 1 :])
+            descriptor = next(one for one in held if one is not MISSING)
+            return getattr(descriptor, "__set__" if args else "__delete__")(subject, *args)
+        found = getattr(following, name)
+        return found if is_a(raw, (property, functools.cached_property)) else found(*args, **kwargs)
 
+    return _following(captured, called)
+
+
+def _following(captured: Callable[..., Any], called: Callable[..., Any]) -> Callable[..., Any]:
     return calls_original(functools.update_wrapper(called, captured))
+
+
+def _refuse_if_overtaken(place: AttributeReference) -> None:
+    """:raises HookError: a subclass has another function before the inherited one, and no subject tells which
+    class it is called for.
+    """
+    owner, name = place.owner, place.name
+    base = next(cls for cls in bases(owner)[1:] if current(cls, name) is place.raw)
+    for cls in with_subclasses(owner):
+        order = bases(cls)
+        between = order[order.index(owner) + 1 : order.index(base)]
+        if any(current(other, name) is not MISSING for other in between):
+            raise HookError(
+                f"{place} is an inherited staticmethod, and {class_name(cls)} has another one before it; "
+                f"hook it where it is defined: '{place._replace(owner=base)}'"
+            )
 
 
 def _open_for_owner(place: AttributeReference) -> Opened:
