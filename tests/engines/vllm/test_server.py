@@ -342,7 +342,9 @@ def test_vllms_own_tracing_goes_on_beside_ours(run: Run) -> None:
 def test_a_backend_that_is_down_costs_its_clients_nothing(run: Run) -> None:
     assert [answer.text for answer in run.without_backend] == [answer.text for answer in run.untraced]
     # Printed by the collector, which tries for some seconds after the server has ended.
-    summary = re.compile(r"sgl-aspects collector: \d+ spans recorded; otlp: \d+ delivered, [1-9]\d* ")
+    summary = re.compile(
+        r"sgl-aspects collector: [\d,]+ spans recorded; otlp: [\d,]+ delivered, [1-9][\d,]* "
+    )
     wait_until(lambda: summary.search(run.server.log.read_text()) is not None)
 
 
