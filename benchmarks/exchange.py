@@ -44,7 +44,7 @@ class Scheduler:
     decoding: Callable[..., int]
 
 
-def _of_sglang(scheduler: Any, batch: Any = None) -> int:
+def _of_sglang(scheduler: Any, batch: Any = None, **_: Any) -> int:
     return 0 if batch is None or batch.forward_mode.is_extend() else len(batch.reqs)
 
 
