@@ -30,14 +30,19 @@ class Finder(importlib.abc.MetaPathFinder):
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)))
-        run = spec.loader.exec_module
-        def exec_module(module):
-            run(module)
-            for target in TARGETS:
-                if target.startswith(name + ":"):
-                    made[target] = look_up(target)
-        spec.loader.exec_module = exec_module
+        spec.loader = Loader(spec.loader)
         return spec
+
+class Loader:
+    def __init__(self, loader):
+        self.loader = loader
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        for target in TARGETS:
+            if target.startswith(module.__name__ + ":"):
+                made[target] = look_up(target)
 
 def look_up(target):
     name, _, path = target.partition(":")
