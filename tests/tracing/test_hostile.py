@@ -233,6 +233,7 @@ _RECORDS = st.one_of(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(records=st.lists(_RECORDS, min_size=1, max_size=12))
+@example(records=[("process", {"0": {}})])
 def test_records_that_say_anything(tmp_path: Path, records: list[Any]) -> None:
     """Complete and with a checksum, but ids, times, names and values are of any kind: a broken writer."""
     shutil.rmtree(tmp_path / "run", ignore_errors=True)

@@ -141,6 +141,7 @@ class SpanBuilder:
 
     def describe(self, writer: Writer, attributes: Mapping[str, Any]) -> None:
         """Add the process's own attributes to all of its spans from here on."""
+        attributes = {key: encodable(value) for key, value in attributes.items()}
         self._described[writer.name] = attributes
         if isinstance(self._resource, RunResource):
             self._resource.learn(attributes)
