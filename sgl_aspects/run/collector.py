@@ -30,6 +30,7 @@ _SETTINGS = "collector.json"
 _KEPT = (
     "OTEL_",
     "SGL_ASPECTS_TRACE",
+    "SGL_ASPECTS_CONTROL_FROM",
     "ASPECTS_TRACE",
     "HTTP_PROXY",
     "HTTPS_PROXY",
@@ -107,7 +108,8 @@ def _lock(descriptor: int, byte: int) -> None:
 
 def how_to_start(folder: str | Path) -> str:
     """Return the command that starts a collector again, and the variables that it needs."""
-    command = f"start it again with {sys.executable} -m sgl_aspects.tracing.collector {folder}"
+    # From / since Python imports from the current folder first, in which others may have put files.
+    command = f"start it again with cd / && {sys.executable} -m sgl_aspects.tracing.collector {folder}"
     unsaved = unsaved_settings(str(folder))
     return f"set {', '.join(unsaved)}, which are not saved, and {command}" if unsaved else command
 

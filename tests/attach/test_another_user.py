@@ -18,27 +18,14 @@ from tests.support.other_user import (
     Shared,
     package_folder,
     process_with,
-    require_two_users,
     root_attaches,
     root_command,
     run_as_nobody,
     running_as_nobody,
-    shared_folders,
 )
 from tests.support.processes import alone_on_this_machine, wait_until
 
 pytestmark = [pytest.mark.attach, pytest.mark.usefixtures("ptrace")]
-
-
-@pytest.fixture
-def interpreter() -> str:
-    return require_two_users()
-
-
-@pytest.fixture
-def folders(interpreter: str) -> Iterator[Shared]:
-    with shared_folders() as found:
-        yield found
 
 
 def test_root_attaches_to_another_users_process(interpreter: str, folders: Shared) -> None:

@@ -17,25 +17,12 @@ from tests.support.other_user import (
     NOBODY,
     Shared,
     process_with,
-    require_two_users,
     root_attaches,
     running_as_nobody,
-    shared_folders,
 )
 from tests.support.processes import wait_until
 
 pytestmark = [pytest.mark.attach, pytest.mark.usefixtures("ptrace")]
-
-
-@pytest.fixture
-def interpreter() -> str:
-    return require_two_users()
-
-
-@pytest.fixture
-def folders(interpreter: str) -> Iterator[Shared]:
-    with shared_folders() as found:
-        yield found
 
 
 _STARTED = ("sgl_aspects.tracing.collector", "sgl_aspects.attach.operation")

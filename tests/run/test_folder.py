@@ -13,8 +13,10 @@ import pytest
 from sgl_aspects.run import clock
 from sgl_aspects.run.cleaning import STAYING, remove_dead_runs
 from sgl_aspects.run.collector import (
+    collector_settings,
     collector_state,
     forget_collector_settings,
+    how_to_start,
     keep_collector_settings,
     take_run,
 )
@@ -62,6 +64,20 @@ def killed_run(parent: Path, number: int, settings: Mapping[str, str] = {}, *, e
         forget_collector_settings(str(folder))
     make_old(folder)
     return folder
+
+
+def test_a_collector_that_is_started_again_gets_its_variables_but_no_secret(tmp_path: Path) -> None:
+    given = {
+        "SGL_ASPECTS_CONTROL_FROM": "/etc/levels.json",
+        "OTEL_EXPORTER_OTLP_HEADERS": "api-key=x",
+        "PATH": "/bin",
+    }
+    keep_collector_settings(str(tmp_path), given)
+    assert collector_settings(str(tmp_path)) == {"SGL_ASPECTS_CONTROL_FROM": "/etc/levels.json"}
+    said = how_to_start(tmp_path)
+    assert said.startswith(
+        "set OTEL_EXPORTER_OTLP_HEADERS, which are not saved, and start it again with cd / && "
+    )
 
 
 def make_old(folder: Path) -> None:

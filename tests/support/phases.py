@@ -5,6 +5,7 @@ their tokens add up to the usage of the response.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,12 @@ def engine_receiver() -> Iterator[Receiver]:
         yield receiver
     found = violations(receiver.spans)
     assert not found, "\n".join(found)
+
+
+def run_prefix(receiver: Receiver, level: int) -> list[str]:
+    """Return what stands before an engine's command that is traced to ``receiver``."""
+    command = [sys.executable, "-m", "sgl_aspects", "run", "--level", str(level)]
+    return [*command, "--endpoint", receiver.endpoint, "--"]
 
 
 def violations(spans: Iterable[Span]) -> list[str]:

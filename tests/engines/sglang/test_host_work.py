@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,10 @@ import pytest
 pytest.importorskip("sglang")
 
 from tests.support import unpinned
-from tests.support.callers import CALLER, by_trace, parent, trace_id
+from tests.support.callers import by_trace, parent
 from tests.support.distributions import install_plugin
-from tests.support.otlp_receiver import Receiver, Span
-from tests.support.phases import engine_receiver
+from tests.support.host_work import Run, check_chat_template, check_server_events, has_ended
+from tests.support.phases import engine_receiver, run_prefix
 from tests.support.sglang_models import make_adapter, make_mini
 from tests.support.sglang_server import Server, serve
 
@@ -32,19 +30,6 @@ OPTIONS = (
     *("--enable-lora", "--max-lora-rank", "8"),
     *("--lora-target-modules", "q_proj", "k_proj", "v_proj", "--lora-backend", "torch_native"),
 )
-
-
-@dataclass
-class Run:
-    receiver: Receiver
-    traces: dict[str, list[Span]]
-
-    def spans(self, number: int, name: str) -> list[Span]:
-        return [span for span in self.traces[trace_id(number)] if span.name == name]
-
-    def root(self, number: int) -> Span:
-        (root,) = [span for span in self.traces[trace_id(number)] if span.parent_id == CALLER]
-        return root
 
 
 def generate(server: Server, number: int, tokens: int = 4, sampling: Any = None, **more: Any) -> Any:
@@ -72,11 +57,6 @@ def drive(server: Server, adapter: Path) -> None:
     assert server.get("/flush_cache") == 200
 
 
-def is_whole(spans: list[Span]) -> bool:
-    roots = {span.trace_id for span in spans if span.parent_id == CALLER}
-    return any(span.name == "flush_cache" for span in spans) and roots >= {trace_id(n) for n in range(9)}
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
@@ -85,15 +65,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     model = make_mini(folder / "mini")
     adapter = make_adapter(model, folder / "adapter")
     with engine_receiver() as receiver:
-        prefix = [sys.executable, "-m", "sgl_aspects", "run", "--level", "2"]
-        prefix += ["--endpoint", receiver.endpoint, "--"]
+        prefix = run_prefix(receiver, level=2)
         environment = {
             "PYTHONPATH": os.pathsep.join([str(folder / "plugin"), os.environ.get("PYTHONPATH", "")]),
             "OTEL_METRIC_EXPORT_INTERVAL": "500",
         }
         with serve(model, folder / "log", prefix=prefix, more=OPTIONS, environment=environment) as server:
             drive(server, adapter)
-            receiver.wait_for(is_whole)
+            receiver.wait_for(lambda spans: has_ended(spans, 9))
         yield Run(receiver, by_trace(receiver.spans))
 
 
@@ -112,9 +91,7 @@ def test_a_grammar_that_is_known_is_not_waited_for(run: Run) -> None:
 
 
 def test_the_chat_template_precedes_the_queue(run: Run) -> None:
-    (template,), (queue,) = run.spans(CHAT, "chat_template"), run.spans(CHAT, "queue")
-    assert run.root(CHAT).start <= template.start < template.end <= queue.start
-    assert template.parent_id == run.root(CHAT).span_id
+    check_chat_template(run, CHAT)
 
 
 def test_an_adapter_is_on_its_request_and_metrics(run: Run) -> None:
@@ -136,10 +113,7 @@ def test_loading_and_unloading_an_adapter_are_spans(run: Run) -> None:
 
 
 def test_what_happens_to_the_server_is_linked_to_the_requests_under_way(run: Run) -> None:
-    (pause,), (resume,), (flush,) = (run.receiver.named(name) for name in ("pause", "resume", "flush_cache"))
-    under_way = {(trace_id(number), run.root(number).span_id) for number in PAUSED}
-    assert set(pause.links) == set(resume.links) == under_way
-    assert not flush.links
+    check_server_events(run, PAUSED)
 
 
 def test_the_start_of_the_engine_has_its_parts_below_it(run: Run) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.support.callers import CALLER, by_trace, parent, trace_id
+from tests.support.callers import by_trace, parent
 from tests.support.engine_server import EngineServer
-from tests.support.otlp_receiver import Receiver, Span
-from tests.support.phases import engine_receiver
+from tests.support.host_work import Run, check_chat_template, check_server_events, has_ended
+from tests.support.phases import engine_receiver, run_prefix
 from tests.support.sglang_models import make_adapter, make_mini
 from tests.support.vllm_server import serve
 
@@ -30,19 +28,6 @@ SCHEMA = {
         f"name{n}": {"type": "string", "pattern": f"^[a-z]{{{n + 1},{n + 40}}}$"} for n in range(40)
     },
 }
-
-
-@dataclass
-class Run:
-    receiver: Receiver
-    traces: dict[str, list[Span]]
-
-    def spans(self, number: int, name: str) -> list[Span]:
-        return [span for span in self.traces[trace_id(number)] if span.name == name]
-
-    def root(self, number: int) -> Span:
-        (root,) = [span for span in self.traces[trace_id(number)] if span.parent_id == CALLER]
-        return root
 
 
 def complete(server: EngineServer, number: int, tokens: int = 4, **more: Any) -> None:
@@ -69,11 +54,6 @@ def drive(server: EngineServer, adapter: Path) -> None:
     server.tell("/reset_prefix_cache", {})
 
 
-def is_whole(spans: list[Span]) -> bool:
-    roots = {span.trace_id for span in spans if span.parent_id == CALLER}
-    return any(span.name == "flush_cache" for span in spans) and roots >= {trace_id(n) for n in range(7)}
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("run")
@@ -81,17 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     adapter = make_adapter(model, folder / "adapter")
     with engine_receiver() as receiver:
         # vLLM loads plugins when its engine core has begun to start: this launcher is there before.
-        prefix = [
-            sys.executable,
-            "-m",
-            "sgl_aspects",
-            "run",
-            "--level",
-            "2",
-            "--endpoint",
-            receiver.endpoint,
-            "--",
-        ]
+        prefix = run_prefix(receiver, level=2)
         options = ["--dtype", "float32", "--enforce-eager", "--enable-lora"]
         environment = {
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -100,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         }
         with serve(model, folder / "log", prefix=prefix, more=options, environment=environment) as server:
             drive(server, adapter)
-            receiver.wait_for(is_whole)
+            receiver.wait_for(lambda spans: has_ended(spans, 7))
     return Run(receiver, by_trace(receiver.spans))
 
 
@@ -115,9 +85,7 @@ def test_a_request_waits_for_its_grammar_in_a_phase_of_its_own(run: Run) -> None
 
 
 def test_the_chat_template_precedes_the_queue(run: Run) -> None:
-    (template,), (queue,) = run.spans(CHAT, "chat_template"), run.spans(CHAT, "queue")
-    assert run.root(CHAT).start <= template.start < template.end <= queue.start
-    assert template.parent_id == run.root(CHAT).span_id
+    check_chat_template(run, CHAT)
 
 
 def test_loading_an_adapter_is_a_span(run: Run) -> None:
@@ -128,10 +96,7 @@ def test_loading_an_adapter_is_a_span(run: Run) -> None:
 
 
 def test_what_happens_to_the_server_is_linked_to_the_requests_under_way(run: Run) -> None:
-    (pause,), (resume,), (flush,) = (run.receiver.named(name) for name in ("pause", "resume", "flush_cache"))
-    under_way = {(trace_id(number), run.root(number).span_id) for number in PAUSED}
-    assert set(pause.links) == set(resume.links) == under_way
-    assert not flush.links
+    check_server_events(run, PAUSED)
 
 
 def test_the_start_of_the_engine_is_a_span(run: Run) -> None:

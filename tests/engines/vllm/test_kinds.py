@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 from tests.support.callers import CALLER, by_trace, orphans, parent, trace_id
 from tests.support.otlp_receiver import Receiver, Span
-from tests.support.phases import assert_whole, engine_receiver
+from tests.support.phases import assert_whole, engine_receiver, run_prefix
 from tests.support.sglang_models import make_adapter, make_mini
 from tests.support.vllm_server import ENVIRONMENT, serve, traced
 
@@ -177,17 +177,7 @@ def test_an_engine_without_a_server_has_requests(model: Path, tmp_path: Path) ->
     script = tmp_path / "offline.py"
     script.write_text(OFFLINE)
     with engine_receiver() as receiver:
-        command = [
-            sys.executable,
-            "-m",
-            "sgl_aspects",
-            "run",
-            "--level",
-            "2",
-            "--endpoint",
-            receiver.endpoint,
-        ]
-        command += ["--", sys.executable, str(script), str(model)]
+        command = [*run_prefix(receiver, level=2), sys.executable, str(script), str(model)]
         settings = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
             command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=400, check=False

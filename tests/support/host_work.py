@@ -1,0 +1,46 @@
+"""What any engine's host does for requests and for the server, as its spans show it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.support.callers import CALLER, trace_id
+from tests.support.otlp_receiver import Receiver, Span
+
+
+@dataclass
+class Run:
+    """The spans of numbered requests, by trace."""
+
+    receiver: Receiver
+    traces: dict[str, list[Span]]
+
+    def spans(self, number: int, name: str) -> list[Span]:
+        return [span for span in self.traces[trace_id(number)] if span.name == name]
+
+    def root(self, number: int) -> Span:
+        (root,) = [span for span in self.traces[trace_id(number)] if span.parent_id == CALLER]
+        return root
+
+
+def has_ended(spans: Sequence[Span], requests: int) -> bool:
+    """Return whether so many requests have their roots, and the last thing done to the server its span."""
+    roots = {span.trace_id for span in spans if span.parent_id == CALLER}
+    numbers = {trace_id(number) for number in range(requests)}
+    return any(span.name == "flush_cache" for span in spans) and roots >= numbers
+
+
+def check_chat_template(run: Run, number: int) -> None:
+    """It precedes the queue, below the request."""
+    (template,), (queue,) = run.spans(number, "chat_template"), run.spans(number, "queue")
+    assert run.root(number).start <= template.start < template.end <= queue.start
+    assert template.parent_id == run.root(number).span_id
+
+
+def check_server_events(run: Run, paused: Sequence[int]) -> None:
+    """A pause and its end are linked to the requests under way; a flush between requests to none."""
+    (pause,), (resume,), (flush,) = (run.receiver.named(name) for name in ("pause", "resume", "flush_cache"))
+    under_way = {(trace_id(number), run.root(number).span_id) for number in paused}
+    assert set(pause.links) == set(resume.links) == under_way
+    assert not flush.links
