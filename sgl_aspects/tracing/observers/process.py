@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from time import monotonic_ns
-from typing import Any
+from typing import Any, TypeAlias
 
 from sgl_aspects.engines.contract import ROLES, Observation
 from sgl_aspects.tracing.context import leave
@@ -41,12 +41,15 @@ class ProcessObserver:
             self._process.describe(describe(args, kwargs))
 
 
+_Open: TypeAlias = tuple[int, int, str, list[Any]]
+
+
 class PreparationObserver:
     """Spans such as ``load_model``, ``capture_graphs``, ``load_adapter`` and ``pause``."""
 
     def __init__(self, trackers: Trackers) -> None:
-        #: Trace and span of those that are open, the innermost last: they run in one thread.
-        open_spans: list[tuple[int, int]] = []
+        #: Trace, span, role and arguments of those that are open, the innermost last: they run in one thread.
+        open_spans: list[_Open] = []
         self._preparations = {
             role: _Preparation(trackers, role, open_spans)
             for role in PREPARATIONS
@@ -58,29 +61,31 @@ class PreparationObserver:
 
 
 class _Preparation:
-    def __init__(self, trackers: Trackers, role: str, open_spans: list[tuple[int, int]]) -> None:
+    def __init__(self, trackers: Trackers, role: str, open_spans: list[_Open]) -> None:
         self._recorder, self._requests = trackers.recorder, trackers.requests.requests
-        self._type, self._open = PREPARATIONS[role], open_spans
+        self._role, self._type, self._open = role, PREPARATIONS[role], open_spans
         self._readers = [trackers.engine.call_reader(role, argument) for argument in ROLES[role]]
         self._write = trackers.recorder.spans(self._type)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._recorder.level < 2:
             return None
+        values = [read(args, kwargs) for read in self._readers]
+        if self._open and self._open[-1][2:] == (self._role, values):
+            return None  # a method that overrides another calls it
         span_id, start_ns = self._recorder.new_id(), monotonic_ns()
-        root_id, parent_id = self._open[-1] if self._open else (span_id, 0)
+        root_id, parent_id = self._open[-1][:2] if self._open else (span_id, 0)
         # Announced: it may take minutes, and the process may die of it.
         self._recorder.announce(self._type, span_id, root_id, parent_id, start_ns)
-        self._open.append((root_id, span_id))
+        self._open.append((root_id, span_id, self._role, values))
         opened = self._recorder.enter(self._type, span_id, root_id, parent_id, start_ns)
         links = [request.key for request in self._requests.values()]
-        values = [read(args, kwargs) for read in self._readers]
         return span_id, root_id, parent_id, start_ns, opened, values, links
 
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is not None:
             span_id, root_id, parent_id, start_ns, opened, values, links = token
-            self._open.remove((root_id, span_id))
+            self._open.remove((root_id, span_id, self._role, values))
             leave(opened)
             end_ns, problem = monotonic_ns(), error_type(error)
             self._write(span_id, root_id, parent_id, start_ns, end_ns, values, problem, links)
