@@ -25,7 +25,8 @@ _LEAST_SECONDS = 60.0
 
 def clean_up(own: str | None = None) -> None:
     """Remove what is dead of this user's; ``own``: the folder of the run that does it, which stays."""
-    remove_dead_runs([run for run in runs() if own is None or not os.path.samefile(run, own)])
+    own = None if own is None else os.path.realpath(own)
+    remove_dead_runs([run for run in runs() if os.path.realpath(run) != own])  # one may be gone by now
     with contextlib.suppress(AttachError):  # another user has taken the folder's name
         prepared_processes(Path(prepared.folder_of(os.geteuid())))
 

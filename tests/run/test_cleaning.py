@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from sgl_aspects.run import prepared
+from sgl_aspects.run.cleaning import clean_up
+from sgl_aspects.run.folder import make_run_folder, remove_run_folder
 from sgl_aspects.run.requests import prepared_process
 
 PREPARED = """
@@ -27,3 +30,22 @@ def test_control_blocks_of_killed_processes_go_with_the_next_run() -> None:
     command = [sys.executable, "-m", "sgl_aspects", "run", "--level", "0", "--", sys.executable, "-c", "pass"]
     subprocess.run(command, check=True)
     assert not block.exists()
+
+
+def test_runs_that_end_meanwhile_stop_no_collector() -> None:
+    own, is_done = make_run_folder(), threading.Event()
+
+    def begin_and_end() -> None:
+        while not is_done.is_set():
+            remove_run_folder(make_run_folder())
+
+    others = threading.Thread(target=begin_and_end)
+    others.start()
+    try:
+        for _ in range(500):
+            clean_up(own)
+        assert Path(own).exists()
+    finally:
+        is_done.set()
+        others.join()
+        remove_run_folder(own)
