@@ -20,7 +20,6 @@ The modules, in the order to read them:
     process                  the one manager of this process
     backends                 the sources of implementations: flaggems, triton/, vendors/
     configuration, live      variables and files; control of live processes by `sgl-aspects ops`
-    shadow/                  two implementations compared, call by call, layer by layer
 """
 
 from sgl_aspects.runtime.dispatch import operators

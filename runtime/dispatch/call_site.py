@@ -84,8 +84,6 @@ class CallSite:
         selection = self.select((dtype, device))
         manager.log_selection(self, (dtype, device), selection.impl)
         call = self.spec.callable_of(selection.impl)
-        if manager.watch is not None:
-            call = manager.watch.around(self, selection, call)
         calls.setdefault(policy, {})[key] = call
         # A guard stays once tensors matter here: another type's choice must not replace it.
         self._guarded = self._guarded or selection.depends_on_tensors

@@ -22,9 +22,9 @@ from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.platforms.answers import answer_of
-from sgl_aspects.runtime.dispatch.policy import READERS, SelectionPolicy, Value, read_pairs
+from sgl_aspects.runtime.dispatch.policy import READERS, SelectionPolicy, Value
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
-from sgl_aspects.runtime.dispatch.types import Token, check_choice
+from sgl_aspects.runtime.dispatch.types import check_choice
 
 PREFIX = "SGL_ASPECTS_OP_"
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
@@ -37,8 +37,6 @@ class Settings:
     """The checked values of all keys."""
 
     policy: SelectionPolicy = field(default_factory=SelectionPolicy)
-    shadow: tuple[tuple[str, Token], ...] = ()
-    shadow_rate: float = 0.01
     log: str | None = None
     #: Key → where it is set; without the keys that have their defaults.
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -48,24 +46,6 @@ class Settings:
         return self.origins.get(key, "default")
 
 
-# -- readers of one value each, beside the policy's own ---------------------------------------------------
-
-
-def _shadow(value: Value) -> tuple[tuple[str, Token], ...]:
-    pairs = read_pairs(value)
-    return tuple((op, Token.parse(token, f"{value.where}: {op}")) for op, token in sorted(pairs.items()))
-
-
-def _share(value: Value) -> float:
-    try:
-        share = float(value.value)
-    except (TypeError, ValueError):
-        share = -1.0
-    if isinstance(value.value, bool) or not 0 < share <= 1:
-        raise ConfigError(f"{value.where}: {value.value!r}: write a share above 0 and up to 1")
-    return share
-
-
 def _path(value: Value) -> str:
     if not isinstance(value.value, str) or not value.value:
         raise ConfigError(f"{value.where}: {value.value!r}: write a path")
@@ -73,15 +53,15 @@ def _path(value: Value) -> str:
 
 
 #: Every key, with what reads its value. The registry checks the names in it.
-KEYS: dict[str, Callable[[Value], Any]] = {
-    **READERS,
-    "shadow": _shadow,
-    "shadow_rate": _share,
-    "log": _path,
-}
+KEYS: dict[str, Callable[[Value], Any]] = {**READERS, "log": _path}
 POLICY_KEYS = tuple(READERS)
-WATCH_KEYS = ("shadow", "shadow_rate")
 DEFAULTS = {each.name: each.default for each in (*fields(SelectionPolicy), *fields(Settings))}
+#: Where a key or flag of earlier versions is found.
+NO_SHADOW_MODE = (
+    "there is no shadow mode: `sgl-aspects conformance --only operators` compares implementations with "
+    "float64; with `sgl-aspects ops --live --set per_op_order=OPERATOR=reference` a live process runs the "
+    "reference"
+)
 #: The value for ``--set KEY=``: the default, whatever a file sets.
 USUAL = object()
 #: Aliases of variables.
@@ -110,7 +90,7 @@ def from_words(given: Mapping[str, Any]) -> dict[str, Value]:
     :raises ConfigError: an unknown key.
     """
     for key in given:
-        check_choice("--set", "key", key, list(KEYS))
+        _check_key("--set", key)
     return {key: Value(USUAL if value == "" else value, f"--set {key}") for key, value in given.items()}
 
 
@@ -124,9 +104,17 @@ def from_variables() -> dict[str, Value]:
     known = [*variables.values(), *(PREFIX + name for name in _VARIABLES_ONLY)]
     for variable in env.shortened(os.environ):
         if f"SGL_{variable}".startswith(PREFIX):
+            if f"SGL_{variable}" in (f"{PREFIX}SHADOW", f"{PREFIX}SHADOW_RATE"):
+                raise ConfigError(f"SGL_{variable}: {NO_SHADOW_MODE}")
             check_choice("environment", "variable", f"SGL_{variable}", known)
     said = {key: (env.text(variable), variable) for key, variable in variables.items()}
     return {key: Value(text, variable) for key, (text, variable) in said.items() if text is not None}
+
+
+def _check_key(where: str, key: str) -> None:
+    if key in ("shadow", "shadow_rate"):
+        raise ConfigError(f"{where}: {key}: {NO_SHADOW_MODE}")
+    check_choice(where, "key", key, list(KEYS))
 
 
 def read_file(path: str | Path) -> dict[str, Value]:
@@ -154,7 +142,7 @@ def read_file(path: str | Path) -> dict[str, Value]:
             f"the keys {', '.join(KEYS)}"
         )
     for key in document:
-        check_choice(str(path), "key", key, list(KEYS))
+        _check_key(str(path), key)
     return {key: Value(value, f"{path}: {key}") for key, value in document.items()}
 
 

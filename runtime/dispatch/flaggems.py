@@ -22,7 +22,7 @@ from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, needs
 
 #: Where Triton has a compiler for the device.
 DEVICE_TYPES = frozenset({"cuda", "xpu", "npu", "musa", "mlu"})
-_HALVES = frozenset({torch.float16, torch.bfloat16})
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
 def _gems() -> Any:
@@ -97,77 +97,6 @@ def fused_moe(
     )
 
 
-def chunk_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    scale: float | None = None,
-    use_qk_l2norm: bool = False,
-    chunk_size: int = 64,
-) -> tuple[Tensor, Tensor]:
-    if use_qk_l2norm:
-        query, key = _unit(query), _unit(key)
-    if initial_state is None:
-        shape = (key.shape[0], value.shape[2], key.shape[-1], value.shape[-1])
-        initial_state = value.new_zeros(shape, dtype=torch.float32)
-    _give_triton_an_allocator(value.device)
-    _, output, _, state, *_ = _gems().chunk_gated_delta_rule_fwd(
-        *(x.contiguous() for x in (query, key, value, g.float(), beta)),
-        key.shape[-1] ** -0.5 if scale is None else scale,
-        initial_state,
-        True,
-    )
-    return output, state
-
-
-def fused_recurrent_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    scale: float | None = None,
-    use_qk_l2norm: bool = False,
-) -> Tensor:
-    batch, tokens = key.shape[:2]
-    # One row of all sequences, and where each begins: the kernel requires it even where all are alike.
-    begins = torch.arange(0, batch * tokens + 1, tokens, device=key.device, dtype=torch.int32)
-    query, key, value, g, beta = (
-        x.reshape(1, batch * tokens, *x.shape[2:]) for x in (query, key, value, g, beta)
-    )
-    # The kernel stores the state after each token at these places: always into the sequence's own.
-    own = torch.arange(batch, device=key.device, dtype=torch.int32)[:, None].repeat(1, tokens)
-    output, _ = _gems().fused_recurrent_gated_delta_rule_fwd(
-        *(x.contiguous() for x in (query, key, value, g.float(), beta)),
-        key.shape[-1] ** -0.5 if scale is None else scale,
-        state,
-        inplace_final_state=True,
-        cu_seqlens=begins,
-        ssm_state_indices=own,
-        use_qk_l2norm_in_kernel=use_qk_l2norm,
-    )
-    return output.reshape(batch, tokens, *value.shape[2:])
-
-
-def _give_triton_an_allocator(device: torch.device) -> None:
-    """Set the allocator from which Triton gets memory for kernels with tensor descriptors."""
-    triton: Any = importlib.import_module("triton")
-
-    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device)
-
-    if hasattr(triton, "set_allocator"):  # Triton 3.3 and later
-        triton.set_allocator(allocate)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return (x.float() * torch.rsqrt(x.float().pow(2).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
 _SERVED: tuple[Callable[..., Any], ...] = (
     silu_and_mul,
     gelu_and_mul,
@@ -176,25 +105,18 @@ _SERVED: tuple[Callable[..., Any], ...] = (
     rotary_embedding,
     topk,
     fused_moe,
-    chunk_gated_delta_rule,
-    fused_recurrent_gated_delta_rule,
 )
-#: Below the reference: right and fast, but tuned for a minute and a half at its first call, which would be a
-#: request's. Used only where it is configured.
-_ON_REQUEST = 10
 
 
 def register(registry: OpRegistry) -> None:
     for function in _SERVED:
-        is_on_request = function is chunk_gated_delta_rule
         registry.register(
             OpImpl(
                 function.__name__,
                 f"default.flaggems.{function.__name__}",
                 ImplKind.DEFAULT,
                 function,
-                priority=_ON_REQUEST if is_on_request else None,
-                supported_dtypes=_HALVES if is_on_request else _HALVES | {torch.float32},
+                supported_dtypes=_DTYPES,
                 device_types=DEVICE_TYPES,
                 is_available=available,
             )

@@ -1,4 +1,4 @@
-"""Changes of a running process, as `sgl-aspects ops` asks for them: another policy, or a watch of calls."""
+"""Changes of a running process, as `sgl-aspects ops` asks for them: another policy."""
 
 from __future__ import annotations
 
@@ -8,17 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_aspects.errors import AspectsError, ConfigError
-from sgl_aspects.runtime.dispatch.configuration import (
-    POLICY_KEYS,
-    USUAL,
-    WATCH_KEYS,
-    Settings,
-    from_words,
-    merged,
-)
+from sgl_aspects.runtime.dispatch.configuration import POLICY_KEYS, Settings, from_words, merged
 from sgl_aspects.runtime.dispatch.manager import OpManager
-from sgl_aspects.runtime.dispatch.policy import Value
-from sgl_aspects.runtime.dispatch.shadow.watching import watch_of
 
 logger = logging.getLogger("sgl_aspects.dispatch")
 
@@ -35,40 +26,26 @@ def answer(request: Mapping[str, Any], manager: OpManager) -> dict[str, Any]:
 
 
 def apply(request: Mapping[str, Any], manager: OpManager) -> None:
-    """Apply ``set``: keys and values; ``shadow``, ``rate``: the watch; an empty one ends it.
-
-    All of it is applied, or nothing.
+    """Apply the keys and values in ``set``: all of them, or nothing.
 
     :raises ConfigError: an unknown key, one that is read at start only, or a value that is not allowed.
     """
     changes = from_words(request.get("set") or {})
     for key in changes:
-        if key not in (*POLICY_KEYS, *WATCH_KEYS):
-            choices = ", ".join((*POLICY_KEYS, *WATCH_KEYS))
-            raise ConfigError(f"--set {key}: it is read at start only; choose from {choices}")
-    for key, flag in (("shadow", "shadow"), ("shadow_rate", "rate")):
-        if request.get(flag) is not None:
-            changes[key] = Value(USUAL if request[flag] == "" else request[flag], f"--{flag}")
-    current, watch = Settings(manager.process_policy), manager.watch
-    if watch is not None:
-        current = Settings(manager.process_policy, tuple(watch.shadow.items()), watch.rate)
-    wanted = merged([changes], manager.registry, current)
-    if set(changes).intersection(WATCH_KEYS) == {"shadow_rate"} and watch is None:
-        raise ConfigError("--rate: nothing is watched: name operators with --shadow")
-    if wanted.policy != current.policy:
+        if key not in POLICY_KEYS:
+            raise ConfigError(f"--set {key}: it is read at start only; choose from {', '.join(POLICY_KEYS)}")
+    wanted = merged([changes], manager.registry, Settings(manager.process_policy))
+    if wanted.policy != manager.process_policy:
         manager.set_policy(wanted.policy)
-    if any(key in changes for key in WATCH_KEYS):
-        manager.set_watch(watch_of(wanted))
 
 
 def state(manager: OpManager) -> dict[str, Any]:
-    """Return what this process has resolved and watched, in plain values."""
+    """Return what this process has resolved, in plain values."""
     return {
         "pid": os.getpid(),
         "policy": manager.process_policy.describe(),
         "resolved": [list(row) for row in manager.resolved()],
         "failures": [[op, impl, count] for (op, impl), count in manager.failures().items()],
-        "watch": None if manager.watch is None else manager.watch.report(),
     }
 
 

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,9 +22,6 @@ from sgl_aspects.runtime.dispatch.policy import SelectionPolicy
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
 from sgl_aspects.runtime.dispatch.selection import Availability, Selection, choose
 from sgl_aspects.runtime.dispatch.types import OpImpl
-
-if TYPE_CHECKING:
-    from sgl_aspects.runtime.dispatch.shadow.watching import Watch
 
 logger = logging.getLogger("sgl_aspects.dispatch")
 
@@ -41,7 +38,6 @@ class OpManager:
         self.registry = registry
         #: The policy outside of scopes.
         self.process_policy = policy or SelectionPolicy()
-        self.watch: Watch | None = None
         #: Held while anything changes; another one in a forked child.
         self.lock = threading.RLock()
         #: Scope → its policy, for all open ones; and those that this context is in, the innermost last. A
@@ -135,18 +131,13 @@ class OpManager:
             return self._sites[op_name]
 
     def select(
-        self,
-        op_name: str,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        *,
-        policy: SelectionPolicy | None = None,
+        self, op_name: str, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> Selection:
         """Choose the implementation.
 
         :raises OperatorError: none is allowed and able.
         """
-        policy, known = policy or self.policy, self._selections
+        policy, known = self.policy, self._selections
         key = current_platform.get_dispatch_key_name()
         question = (policy, op_name, dtype, device, key)
         selection = known.get(question)
@@ -177,7 +168,7 @@ class OpManager:
         except Exception as error:  # noqa: BLE001  # raised again, or served by the next implementation
             return site.recover(error, args, kwargs)
 
-    # -- failures, logging, watching -----------------------------------------------------------------
+    # -- failures, logging --------------------------------------------------------------------------
 
     def mutated_by(self, impl: OpImpl) -> tuple[str, ...]:
         """The arguments that a call of this implementation may write to."""
@@ -256,16 +247,6 @@ class OpManager:
             elif dtype is not None and device is not None:
                 found.add((op, f"{dtype} on {device}", selection.impl.impl_id))
         return sorted(found)
-
-    def set_watch(self, watch: Watch | None) -> None:
-        """Set shadow calls, from the next call on; None: none."""
-        with self.lock:
-            if self.watch is not None:
-                self.watch.layers.stop()
-            self.watch = watch
-            if watch is not None:
-                watch.layers.start()
-            self.choose_anew()
 
     def explain(
         self, op_name: str, dtype: torch.dtype | None = None, device: torch.device | None = None

@@ -140,7 +140,7 @@ def _token(value: Value) -> Token:
 
 def _orders(value: Value) -> tuple[tuple[str, tuple[Token, ...]], ...]:
     orders: dict[str, tuple[Token, ...]] = {}
-    for op_name, tokens in read_pairs(value).items():
+    for op_name, tokens in _pairs(value).items():
         where = f"{value.where}: {op_name}"
         named = listed(tokens, "|") if isinstance(tokens, (str, list, tuple)) else []
         if not named:
@@ -149,7 +149,7 @@ def _orders(value: Value) -> tuple[tuple[str, tuple[Token, ...]], ...]:
     return tuple(sorted(orders.items()))
 
 
-def read_pairs(value: Value) -> dict[str, Any]:
+def _pairs(value: Value) -> dict[str, Any]:
     """A mapping, or ``"op=a|b;op2=c"``."""
     given = value.value
     if isinstance(given, str):

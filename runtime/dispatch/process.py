@@ -16,7 +16,6 @@ from sgl_aspects.runtime.dispatch.define import OPERATORS, unbind
 from sgl_aspects.runtime.dispatch.manager import OpManager
 from sgl_aspects.runtime.dispatch.policy import SelectionPolicy, listed
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
-from sgl_aspects.runtime.dispatch.shadow.watching import watch_of
 from sgl_aspects.runtime.dispatch.types import Token
 
 Scope = AbstractContextManager[SelectionPolicy]
@@ -38,7 +37,6 @@ def get_manager() -> OpManager:
             manager = OpManager(registry, settings.policy)
             if settings.log is not None:
                 live.log_to(settings.log)
-            manager.set_watch(watch_of(settings))
             for op_name in registry.op_names():  # `sgl-aspects ops` shows each operator, called or not
                 manager.site(op_name)
             _manager = manager
@@ -68,8 +66,6 @@ def reset_manager() -> None:
     """Discard the process's manager, for tests: the next use reads the configuration again."""
     global _manager
     with _lock:
-        if _manager is not None:
-            _manager.set_watch(None)
         _manager = None
         unbind()
 

@@ -117,21 +117,20 @@ class OpRegistry:
         """
         if key in ("op_whitelist", "op_blacklist"):
             for name in sorted(value or ()):
-                self._check_operator(name, where, key)
+                self._check_operator(name, where)
         elif key in ("deny_vendors", "allow_vendors"):
             for name in sorted(value or ()):
                 self._check_vendor(name, where)
         elif key == "prefer":
             self._check_token(value, where, None)
-        elif key in ("per_op_order", "shadow"):
+        elif key == "per_op_order":
             for op_name, tokens in value:
-                self._check_operator(op_name, where, key)
-                for token in (tokens,) if isinstance(tokens, Token) else tokens:
-                    self._check_token(token, f"{where}: {op_name}", None if op_name == "*" else op_name)
+                self._check_operator(op_name, where)
+                for token in tokens:
+                    self._check_token(token, f"{where}: {op_name}", op_name)
 
-    def _check_operator(self, name: str, where: str, key: str) -> None:
-        more = ["*"] if key == "shadow" else []
-        check_choice(where, "operator", name, [*self.op_names(), *more])
+    def _check_operator(self, name: str, where: str) -> None:
+        check_choice(where, "operator", name, self.op_names())
 
     def _check_vendor(self, name: str, where: str) -> None:
         check_choice(where, "vendor", name, sorted(self.vendors()))

@@ -24,7 +24,6 @@ import torch
 
 from sgl_aspects.platforms import DeviceGraph
 from sgl_aspects.runtime.core import Batch, ForwardBatch, ForwardMode
-from sgl_aspects.runtime.dispatch import get_manager
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.execution.model_runner import ModelRunner
@@ -117,9 +116,6 @@ class GraphRunner:
         self._inputs.copy_(host, non_blocking=True)
         if batch.follows is not None:
             self._inputs[0, :count].copy_(batch.follows.on_device)
-        watch = get_manager().watch
-        if watch is not None:
-            watch.count_replay()
         graph, logits = self._captured[size]
         graph.replay()
         return logits[:count]

@@ -1,10 +1,9 @@
-"""``sgl-aspects ops``: each operator's implementation and why; shadow calls and other policies, also live."""
+"""``sgl-aspects ops``: each operator's implementation and why; other policies, also live."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,28 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     live.add_argument("--control", metavar="FOLDER", type=Path, help="those that follow this folder")
     live.add_argument("--pid", type=int, help="only this process")
     live.add_argument(
-        "--shadow",
-        metavar="OPERATOR=TOKEN",
-        action="append",
-        default=[],
-        help="compare the operator ('*': each) with a second implementation, layer by layer; 'off' ends it",
-    )
-    live.add_argument("--rate", type=float, metavar="SHARE", help="of the calls that are compared (0.01)")
-    live.add_argument(
         "--wait",
         type=float,
         default=_WAIT_SECONDS,
         metavar="SECONDS",
         help="seconds to wait for live processes",
     )
+    for flag in ("--shadow", "--rate"):  # of earlier versions
+        parser.add_argument(flag, dest="shadow", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 1 if a layer differs or a live process rejected a change."""
+    """Print the operators here or in live processes, or check a file."""
+    if arguments.shadow is not None:
+        from sgl_aspects.runtime.dispatch.configuration import NO_SHADOW_MODE
+
+        raise ConfigError(NO_SHADOW_MODE)
     if arguments.check is not None:
         return _check(arguments.check)
-    words = (arguments.live, arguments.control, arguments.pid, arguments.shadow)
-    if any(words) or arguments.rate is not None:
+    if arguments.live or arguments.control or arguments.pid:
         return _live(arguments)
     return _show(arguments)
 
@@ -163,10 +159,6 @@ def _live(arguments: argparse.Namespace) -> int:
     request: dict[str, Any] = {}
     if arguments.set:
         request["set"] = _parse_settings(arguments.set)
-    if arguments.shadow:
-        request["shadow"] = ";".join(word for word in arguments.shadow if word != "off")
-    if arguments.rate is not None:
-        request["rate"] = arguments.rate
     processes = [
         one for one in prepared_processes(folder) if arguments.pid is None or one.process_id == arguments.pid
     ]
@@ -178,76 +170,19 @@ def _live(arguments: argparse.Namespace) -> int:
     states = [answer for answer in answers if answer]
     if not states:
         raise ConfigError(
-            f"no live process follows {folder}: start an engine with SGL_ASPECTS_OP_CONTROL=on (or FOLDER), "
-            f"or set SGL_ASPECTS_OP_SHADOW and SGL_ASPECTS_OP_SHADOW_RATE before it starts"
+            f"no live process follows {folder}: start an engine with SGL_ASPECTS_OP_CONTROL=on (or FOLDER)"
         )
     for state in states if arguments.operators else ():
         state["resolved"] = [row for row in state["resolved"] if row[0] in arguments.operators]
     if arguments.json:
-        print(json.dumps(_finite(states), indent=2))
+        print(json.dumps(states, indent=2))
     else:
         for state in states:
             print("\n".join(_state_lines(state)))
-    return 1 if any(map(_first, states)) else 0
-
-
-def _first(state: dict[str, Any]) -> Any:
-    return (state["watch"] or {}).get("first_difference")
+    return 0
 
 
 def _state_lines(state: dict[str, Any]) -> list[str]:
     lines = [f"process {state['pid']}: {state['policy']}"]
     lines += [f"  {op} → {impl}   ({tensors})" for op, tensors, impl in state["resolved"]]
-    lines += [f"  {op}: {impl} failed {count} times" for op, impl, count in state["failures"]]
-    watch = state["watch"]
-    if watch is None:
-        return lines
-    shadow = ", ".join(f"{op}={token}" for op, token in watch["shadow"].items())
-    lines.append(f"  shadow {shadow} at {watch['rate']:g} of the calls: {watch['compared']} compared")
-    lines += [f"  {line}" for line in _not_compared(watch)]
-    first = watch["first_difference"]
-    if first:
-        lines.append(f"  the first layer that differs: {first['layer']} ({first['op']})")
-    for layer in watch["layers"]:
-        if layer["differed"] or layer["error"]:
-            lines.append(f"    {_comparison(layer)}")
-    return lines
-
-
-def _not_compared(watch: dict[str, Any]) -> list[str]:
-    """Return reasons why calls are not compared, and the operators that have no second implementation."""
-    lines = [
-        f"{op} is not compared: {why}"
-        for op, why in watch["not_compared"].items()
-        if op in watch["shadow"] or not watch["compared"]
-    ]
-    if watch["replayed_steps"]:
-        replays = watch["replayed_steps"]
-        lines.append(f"{replays} replays of captured graphs: what a graph runs is not compared")
-    if not watch["compared"]:
-        lines.append(
-            "nothing was compared yet. If that does not change, start the engine without device "
-            "graphs and without compile, or raise --rate"
-        )
-    return lines
-
-
-def _comparison(layer: dict[str, Any]) -> str:
-    given = f"{layer['layer'] or '(no layer)'} {layer['op']}: {layer['impl']} against {layer['shadow']}"
-    if layer["error"]:
-        return f"{given}: the shadow failed: {layer['error']}"
-    if layer["mismatch"]:
-        return f"{given}: {layer['differed']} of {layer['compared']} calls differ: {layer['mismatch']}"
-    return (
-        f"{given}: {layer['differed']} of {layer['compared']} calls differ, by up to {layer['worst']:.3g} of "
-        f"the largest value ({layer['tolerance']:.3g} is rounding)"
-    )
-
-
-def _finite(value: Any) -> Any:
-    """Convert infinities, which JSON does not have."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list) else value
+    return lines + [f"  {op}: {impl} failed {count} times" for op, impl, count in state["failures"]]

@@ -12,11 +12,10 @@ import torch
 
 from sgl_aspects.conformance.check import Bench, check, require
 from sgl_aspects.conformance.kv_pools import PAGE_SIZE, make_pool
-from sgl_aspects.conformance.operators import TOLERANCES, random_tensor
+from sgl_aspects.conformance.operators import TOLERANCES, difference, random_tensor
 from sgl_aspects.runtime.attention.layer import Attention
 from sgl_aspects.runtime.attention.registry import attention_backend_class
 from sgl_aspects.runtime.core import ForwardBatch, ForwardMode
-from sgl_aspects.runtime.dispatch.shadow.comparing import difference
 from sgl_aspects.runtime.kv_cache import ReqToTokenPool
 
 PAGES, HEAD_DIM, LAYER = 64, 16, 1

@@ -8,9 +8,8 @@ import torch
 
 from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
 from sgl_aspects.conformance.in_process import generating
-from sgl_aspects.conformance.operators import TOLERANCES, gated, random_tensor
+from sgl_aspects.conformance.operators import TOLERANCES, difference, gated, random_tensor
 from sgl_aspects.conformance.tiny_model import write_tiny_model
-from sgl_aspects.runtime.dispatch.shadow.comparing import difference
 
 
 def _declared(bench: Bench, name: str) -> None:

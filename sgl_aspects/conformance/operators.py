@@ -9,7 +9,6 @@ import torch
 
 from sgl_aspects.conformance.check import Bench, check, require
 from sgl_aspects.runtime.dispatch import get_manager
-from sgl_aspects.runtime.dispatch.shadow.comparing import difference
 from sgl_aspects.runtime.loader.model_config import RopeConfig
 from sgl_aspects.runtime.ops import (
     Embedding,
@@ -29,6 +28,26 @@ def random_tensor(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return random numbers on the host, the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the largest difference as a fraction of the largest wanted value; for integers the fraction that
+    differs. Infinite for another shape, and if one is finite and the other is not.
+    """
+    if found.shape != wanted.shape:
+        return float("inf")
+    if found.numel() == 0:
+        return 0.0
+    if not (found.is_floating_point() and wanted.is_floating_point()):
+        return float((found != wanted).double().mean())
+    found, wanted = found.detach().double(), wanted.detach().double()
+    finite = wanted.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return float("inf")
+    found, wanted = found[finite], wanted[finite]
+    if found.numel() == 0:
+        return 0.0
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
 
 
 def _compare(

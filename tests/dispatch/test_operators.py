@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_aspects.conformance.operators import difference
 from sgl_aspects.runtime import dispatch
 from sgl_aspects.runtime.dispatch.define import OPERATORS
 from sgl_aspects.runtime.dispatch.operators.rotary import axes_of_pairs
-from sgl_aspects.runtime.dispatch.shadow.watching import difference
 from tests.support.operator_cases import (
     MEANINGS,
     angles,

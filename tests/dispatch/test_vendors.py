@@ -6,7 +6,6 @@ kernels do is for a device: docs/ops.md.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import types
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from sgl_aspects.conformance.operators import difference
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.platforms import current_platform, set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
@@ -23,7 +23,6 @@ from sgl_aspects.runtime import dispatch
 from sgl_aspects.runtime.dispatch import flaggems
 from sgl_aspects.runtime.dispatch.define import OPERATORS
 from sgl_aspects.runtime.dispatch.process import new_registry
-from sgl_aspects.runtime.dispatch.shadow.watching import difference
 from sgl_aspects.runtime.dispatch.vendors import ascend, cuda
 from tests.support.operator_cases import cases, flat, in_type
 
@@ -42,23 +41,6 @@ def flag_gems() -> types.ModuleType:
         weights.copy_(found)
         ids.copy_(chosen)
 
-    def chunk(q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, state: Any, final: bool) -> Any:
-        output, last = reference("chunk_gated_delta_rule")(q, k, v, g, beta, state, scale)
-        return g, output, None, last, None, None, None
-
-    def recurrent(
-        q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, state: Any, inplace_final_state: bool,
-        cu_seqlens: Any, ssm_state_indices: Any, use_qk_l2norm_in_kernel: bool,
-    ) -> Any:  # fmt: skip
-        assert inplace_final_state
-        one_sequence: Any = reference("fused_recurrent_gated_delta_rule")
-        outputs = []
-        for number, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-            part = [x[:, begin:end] for x in (q, k, v, g, beta)]
-            own = state[ssm_state_indices[number, 0]].unsqueeze(0)
-            outputs.append(one_sequence(*part, own, scale, use_qk_l2norm_in_kernel))
-        return torch.cat(outputs, 1).unsqueeze(0), state
-
     functions: dict[str, Any] = {
         "silu_and_mul": lambda a, b: F.silu(a) * b,
         "gelu_and_mul": lambda a, b, approximate="none": F.gelu(a, approximate=approximate) * b,
@@ -66,8 +48,6 @@ def flag_gems() -> types.ModuleType:
         "apply_rotary_pos_emb": reference("rotary_embedding"),
         "topk_softmax": topk_softmax,
         "outplace_fused_experts": reference("fused_moe"),
-        "chunk_gated_delta_rule_fwd": chunk,
-        "fused_recurrent_gated_delta_rule_fwd": recurrent,
     }
     gems.__dict__.update(functions)
     return gems
@@ -182,11 +162,8 @@ def test_flaggems_serves_where_the_platform_has_triton_and_refuses_what_it_does_
         assert torch.equal(weights, reference("topk")(x, 2, scoring="sigmoid")[0]), "the reference served"
         float64 = manager.select("topk", torch.float64, x.device)
         assert float64.impl.impl_id == "reference.topk"
-        recurrent = manager.select("fused_recurrent_gated_delta_rule", x.dtype, x.device)
-        assert recurrent.impl.impl_id.startswith("default."), "a preference for the default is one"
-        vendor = dispatch.SelectionPolicy.of(prefer="vendor")
-        chunk = manager.select("chunk_gated_delta_rule", torch.bfloat16, x.device, policy=vendor)
-        assert chunk.impl.impl_id == "reference.chunk_gated_delta_rule", "on request only"
+        delta = manager.select("chunk_gated_delta_rule", x.dtype, x.device)
+        assert delta.impl.impl_id == "reference.chunk_gated_delta_rule"
     finally:
         set_current_platform(None)
 

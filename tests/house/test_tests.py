@@ -11,7 +11,6 @@ MOST_LINES = 400
 LONGER = {
     "dispatch/test_dispatch.py": 802,
     "dispatch/test_faults.py": 428,
-    "dispatch/test_watch.py": 496,
     "engines/sglang/test_server.py": 700,
     "platforms/test_devices.py": 440,
     "platforms/test_discovery.py": 500,

@@ -21,7 +21,6 @@ from sgl_aspects.engines.sglang.operator_targets import (
     REGISTRATIONS,
     RESOLVERS,
 )
-from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.errors import AspectsError, Stop
 from sgl_aspects.weaving import HookRegistry, HookType, weaver
 
@@ -47,7 +46,6 @@ def attach() -> None:
         for target in targets:
             hook = _function_hook(METHOD_OPERATORS[function], function)
             HookRegistry.register(target, hook, HookType.AROUND)
-    HookRegistry.register(SGLANG.roles["graph_replay"].targets, _graph_replayed, HookType.BEFORE)
 
 
 def _layers_loaded(module: Any) -> None:
@@ -122,15 +120,6 @@ def _function_hook(op_name: str, function: str) -> Callable[..., Any]:
         return _before(original_fn, function)(*args, **kwargs)
 
     return dispatched
-
-
-def _graph_replayed(*args: Any, **kwargs: Any) -> None:
-    """BEFORE hook: log that shadow mode does not compare calls inside a graph."""
-    from sgl_aspects.runtime.dispatch.process import process_manager
-
-    manager = process_manager()
-    if manager is not None and manager.watch is not None:
-        manager.watch.count_replay()
 
 
 def _name_of(layer_class: type) -> str:

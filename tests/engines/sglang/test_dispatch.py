@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_aspects.conformance.operators import difference
 from sgl_aspects.engines.sglang import layers as bridge
 from sgl_aspects.runtime import dispatch
-from sgl_aspects.runtime.dispatch.shadow.watching import difference
 from tests.support.operator_cases import angles, positions, random
 
 #: How a version of SGLang decides which forward a layer runs.

@@ -1,4 +1,4 @@
-"""Real SGLang with our operators attached: the same answers, a vendor's kernel, and shadow mode, live."""
+"""Real SGLang with our operators attached: the same answers, a vendor's kernel, and another policy, live."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,14 @@ from tests.support.sglang_server import serve
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 PROMPTS = [f"the quick brown fox number {number}" for number in range(4)]
-#: A vendor whose rms_norm counts its calls in a file, and is wrong where the weight is that of one layer.
+#: A vendor whose rms_norm is wrong.
 VENDOR = """
-import os, torch
+import torch
 from sgl_aspects.runtime.dispatch import ImplKind, OpImpl
-seen = []
 def rms_norm(x, weight, eps=1e-6, residual=None):
-    if not any(weight is other for other in seen):
-        seen.append(weight)
     total = x if residual is None else x + residual
     normed = torch.nn.functional.rms_norm(total, weight.shape, weight, eps)
-    if len(seen) > 4 and weight is seen[4]:
-        normed = normed * 1.05
+    normed = normed * torch.linspace(0, 1, len(weight))
     return normed if residual is None else (normed, total)
 def register(registry):
     registry.register(OpImpl("rms_norm", "vendor.acme.rms_norm", ImplKind.VENDOR, rms_norm, vendor="acme"))
@@ -64,17 +59,8 @@ def test_operators_attached_to_sglang_answer_as_its_own(tmp_path: Path) -> None:
         status, states = ops("--control", str(control), "--live")
         assert status == 0
         assert any(row == ["rms_norm", "any", "reference.rms_norm"] for row in states[0]["resolved"])
-        # Now the vendor's, and a second look at each of its calls.
-        words = ("--set", "deny_vendors=", "--shadow", "rms_norm=reference", "--rate", "1", "--wait", "20")
-        assert ops("--control", str(control), *words)[0] == 0
-        server.chat("hello")
-        deadline = time.monotonic() + 20
-        while True:
-            status, states = ops("--control", str(control), "--live")
-            if status == 1 or time.monotonic() > deadline:
-                break
-        # The other processes import the layers, too, and compute nothing.
-        (first,) = filter(None, (state["watch"]["first_difference"] for state in states))
-        assert first["impl"] == "vendor.acme.rms_norm"
-        assert first["layer"] == "layers.2.input_layernorm"  # the fifth of two a layer
-        assert 0.04 < first["worst"] < 0.06
+        # Now the vendor's, in the one process that computes.
+        assert ops("--control", str(control), "--set", "deny_vendors=", "--wait", "20")[0] == 0
+        assert [server.chat(prompt).text for prompt in PROMPTS] != plain, "its norm is wrong"
+        _, states = ops("--control", str(control), "--live")
+        assert any(row == ["rms_norm", "any", "vendor.acme.rms_norm"] for row in states[0]["resolved"])
