@@ -102,7 +102,6 @@ bench: $(VENV)/.dev
 
 bench-gpu: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.gpu_decode --write
-	$(BIN)/python -m benchmarks.device_time --write
 
 MINUTES ?= 10
 

@@ -3,9 +3,9 @@
     python -m benchmarks.interleaved --device cuda --model FOLDER [--sizes 1 16 64] [--seconds 60]
     python -m benchmarks.interleaved --engine vllm --model FOLDER
 
-:mod:`.sglang_overhead` changes the level in turns of many steps; the speed of a shared host changes by more
-than the budget within a turn. Here one server stays at level 3, and every 4 to 8 steps the woven methods run
-other code (:mod:`.exchange`): the engine's own ("off"), that of level 2, or all.
+The speed of a shared host changes by more than the budget within seconds. So one server stays at level 3, and
+every 4 to 8 steps the woven methods run other code (:mod:`.exchange`): the engine's own ("off"), that of
+level 2, or all.
 
 There are two figures. "added" is timed around each woven method and inside of it, between the engine's own
 work with its cold caches: woven functions, observers, the device's events. "step" is the increase of a step's
@@ -27,9 +27,10 @@ from pathlib import Path
 from statistics import fmean, median
 
 from benchmarks.load import ENGINES, Load, make_device, serving
-from benchmarks.step_times import add_plugin
 from benchmarks.turns import interval
+from tests.support.distributions import install_plugin
 
+ROOT = Path(__file__).parent.parent
 VARIANTS = ("nothing", "level 2", "level 3")
 _LAGS = 6
 #: The intervals of the figures are over this many parts of a measurement.
@@ -42,8 +43,9 @@ class Exchange:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "exchange.json"
-        source = "from benchmarks.exchange import activate"
-        self.environment = {**add_plugin(folder, "exchange_codes", source), "EXCHANGE": str(self._file)}
+        install_plugin(folder, "exchange_codes", "from benchmarks.exchange import activate")
+        path = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        self.environment = {"PYTHONPATH": path, "EXCHANGE": str(self._file)}
 
     def measure(self, size: int, variants: Sequence[str], seconds: float) -> Steps:
         """Return steps of ``size`` requests: the variant, nanoseconds, and those added to each method."""
@@ -136,7 +138,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="for each size")
     parser.add_argument("--methods", action="store_true", help="print the time added to each woven method")
     given = parser.parse_args()
-    device = make_device(given.device, eager=False, largest_batch=max(given.sizes))
+    device = make_device(given.device, largest_batch=max(given.sizes))
     with tempfile.TemporaryDirectory() as folder:
         exchange = Exchange(Path(folder))
         with serving(

@@ -6,8 +6,7 @@ import http.client
 import json
 import tempfile
 import threading
-import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,29 +23,19 @@ ENGINES = ("sglang", "vllm")
 
 @dataclass(frozen=True)
 class Device:
-    """A server's arguments on a device, and how its steps are measured.
-
-    A turn has ``turn`` steps, the first ``skip`` after a switch left out: hooks of the level are woven in
-    them, and the interpreter specialises the code around them anew, for which CPython takes 53 runs of it.
-    ``warm_up`` steps come before. A request that keeps the server busy has ``tokens``, one that is a turn
-    itself ``few_tokens``.
-    """
+    """A server's arguments on a device. A request that keeps the server busy has ``tokens``."""
 
     arguments: dict[str, str]
     switches: tuple[str, ...]
     environment: dict[str, str]
-    turn: int
-    skip: int
-    warm_up: int
     tokens: int
-    few_tokens: int
 
 
-def make_device(name: str, *, eager: bool, largest_batch: int) -> Device:
-    """The CPU of any machine, or a GPU that SGLang's own platform drives, by captured graphs or eagerly."""
+def make_device(name: str, *, largest_batch: int) -> Device:
+    """The CPU of any machine, or a GPU that SGLang's own platform drives, by captured graphs."""
     report = "--enable-cache-report"
     if name == "cpu":
-        return Device({"--dtype": "bfloat16"}, ("--disable-cuda-graph", report), {}, 5, 1, 20, 400, 8)
+        return Device({"--dtype": "bfloat16"}, ("--disable-cuda-graph", report), {}, 400)
     arguments = {
         "--device": name,
         "--dtype": "bfloat16",
@@ -56,8 +45,7 @@ def make_device(name: str, *, eager: bool, largest_batch: int) -> Device:
         "--max-running-requests": str(max(32, largest_batch)),
         "--mem-fraction-static": "0.5",
     }
-    graphs = ("--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", str(largest_batch))
-    switches = (report, *(("--disable-cuda-graph",) if eager else graphs))
+    switches = (report, "--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", str(largest_batch))
     # SGLang's own platform, with what is installed of its kernels.
     environment = {
         "SGLANG_PLATFORM": "",
@@ -65,7 +53,7 @@ def make_device(name: str, *, eager: bool, largest_batch: int) -> Device:
         "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    return Device(arguments, switches, environment, 60, 60, 300, 1000, 64)
+    return Device(arguments, switches, environment, 1000)
 
 
 class Load:
@@ -93,13 +81,6 @@ class Load:
         finally:
             is_over.set()
             asking.join()
-
-    def requests(self, size: int) -> Generator[float, None, None]:
-        """The seconds of a step in a whole batch, as its client sees it."""
-        while True:
-            start = time.perf_counter()
-            list(self._answer(size, self._device.few_tokens))
-            yield (time.perf_counter() - start) / self._device.few_tokens
 
     def _answer(self, size: int, tokens: int) -> Iterator[bytes]:
         body = {
@@ -129,7 +110,7 @@ def serving(
 
     :param model: its folder; None: SmolLM2's, made here.
     :param plugin: the environment of the plugin that measures.
-    :param more: options of the engine's own; {url} in them is the receiver's.
+    :param more: options of the engine's own.
     """
     with tempfile.TemporaryDirectory() as name, receiver() as url:
         folder = Path(name)
@@ -142,12 +123,11 @@ def serving(
             "OTEL_BSP_SCHEDULE_DELAY": "500",
             "SGLANG_TRACE_LEVEL": "0",
         }
-        options = [word.format(url=url) for word in more]
         start = vllm_server.serve
         if engine == "sglang":
             sglang_server.ARGUMENTS.update(device.arguments)
             sglang_server.SWITCHES, start = device.switches, sglang_server.serve
         model = model or hugging_face_folder(ensure_model(), folder / "model")
-        with start(model, folder / "log", more=options, environment=environment) as server:
+        with start(model, folder / "log", more=more, environment=environment) as server:
             print(f"ready after {server.start_seconds:.0f} s", flush=True)
             yield server

@@ -1,8 +1,8 @@
 """A backend on loopback, in a process of its own, that counts the spans it is sent.
 
 POST /NAME/v1/traces takes OTLP; GET / returns the counts as JSON, by name, and of all spans of requests:
-"requests", and "refused" for those that were answered with 400. Other posts (ddtrace has its own agent
-protocol) are answered but not counted.
+"requests", and "refused" for those that were answered with 400. Other posts are
+answered but not counted.
 """
 
 from __future__ import annotations
@@ -46,9 +46,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(b"")
         else:
             self._answer(b"{}")
-
-    def do_PUT(self) -> None:
-        self.do_POST()
 
     def _answer(self, body: bytes) -> None:
         self.send_response(200)

@@ -24,7 +24,7 @@ from typing import Any
 import openai
 import psutil
 
-from benchmarks.memory_growth import WARM_UP_SHARE, Growth, Watched, watch
+from benchmarks.memory_growth import Watched, watch
 from benchmarks.receiver import counted, receiver
 from sgl_aspects.run.collector import collector_state
 from sgl_aspects.run.folder import runs
@@ -42,10 +42,10 @@ MOST_GROWTH = 3.0
 SHARED = "the quick brown fox jumps over the lazy dog " * 12
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
-# In every process of the server: a thread that weaves and removes hooks, one that writes what its allocators
-# have handed out, and in the process that owns the engine another one that updates the weights.
+# In every process of the server: a thread that weaves and removes hooks, and in the process that owns the
+# engine another one that updates the weights.
 PLUGIN = """
-import ctypes, os, sys, threading, time
+import os, threading, time
 import sgl_aspects as aspects
 from sgl_aspects.errors import SchedulerDiedError
 
@@ -69,19 +69,6 @@ def weave_and_remove():
             handle.remove()
         time.sleep(0.2)
 
-class Malloc(ctypes.Structure):
-    NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in NAMES.split()]
-
-def write_allocated():
-    mallinfo = ctypes.CDLL(None).mallinfo2
-    mallinfo.restype = Malloc
-    with open(os.environ["SOAK_ALLOCATED"] + str(os.getpid()), "a", buffering=1) as file:
-        while True:
-            found = mallinfo()
-            print(sys.getallocatedblocks(), found.uordblks + found.hblkhd, found.fordblks, file=file)
-            time.sleep(1)
-
 def update_weights(engine):
     while engine.failure is None:
         time.sleep(10)
@@ -98,7 +85,6 @@ def start_updates(result, engine, *args, **kwargs):
 def activate():
     aspects.HookRegistry.register("sgl_aspects.runtime.engine:Engine.__init__", start_updates)
     threading.Thread(target=weave_and_remove, daemon=True).start()
-    threading.Thread(target=write_allocated, daemon=True).start()
 """
 
 
@@ -199,19 +185,6 @@ def _collector(process_id: int) -> psutil.Process:
     raise AssertionError("no collector runs")
 
 
-def _print_allocated(path: Path, minutes: float) -> None:
-    """Print the growth of what a process's allocators have handed out, and of the free memory they keep."""
-    if not path.exists():  # the collector runs no plugins
-        return
-    columns = list(zip(*(map(int, line.split()) for line in path.read_text().splitlines())))
-    names = ("blocks of Python / 1 Mi", "MiB that malloc handed out", "MiB that malloc keeps free")
-    for name, column in zip(names, columns):
-        steady = column[int(len(column) * WARM_UP_SHARE) :]
-        growth = Growth.of(steady, 60 * minutes * len(steady) / len(column))
-        hourly = f"{growth.slope:+.3f} ± {growth.standard_error:.3f} an hour"
-        print(f"    {name}: {steady[0] / (1 << 20):.3f} to {steady[-1] / (1 << 20):.3f}, {hourly}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
@@ -232,7 +205,6 @@ def _soak(folder: Path, minutes: float, url: str) -> list[str]:
 
     environment = {
         "SOAK_UPDATES": str(updates),
-        "SOAK_ALLOCATED": str(folder / "allocated-"),
         "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
         "SGL_ASPECTS_TRACE": "3",
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"{url}/ours",
@@ -276,7 +248,6 @@ def _soak(folder: Path, minutes: float, url: str) -> list[str]:
             growth = process.growth(60 * minutes)
             print(process.story())
             print(f"    after the warm-up {growth.slope:+.1f} ± {growth.standard_error:.1f} MiB an hour")
-            _print_allocated(folder / f"allocated-{process.process.pid}", minutes)
             if growth.surely > MOST_GROWTH:
                 faults.append(f"{process.name} has surely grown by {growth.surely:.1f} MiB after the warm-up")
         if server.stop() != 0:

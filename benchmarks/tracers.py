@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
-import tempfile
 import time
 import types
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sgl_aspects.tracing.records import SpanType
@@ -117,49 +113,14 @@ def sglang_trace(url: str) -> Tracer:
     return Tracer(span, lambda: _flush(trace.get_tracer_provider()))
 
 
-def ddtrace(url: str) -> Tracer:
-    """Datadog's tracer, sending to an agent."""
-    os.environ.update(
-        DD_TRACE_AGENT_URL=url.rpartition("/")[0],
-        DD_INSTRUMENTATION_TELEMETRY_ENABLED="0",
-        DD_REMOTE_CONFIGURATION_ENABLED="0",
-        DD_TRACE_STARTUP_LOGS="0",
-    )
-    _installed("ddtrace==4.16.0", "ddtrace")
-    tracer = importlib.import_module("ddtrace").tracer
-
-    def span() -> None:
-        with tracer.trace("forward") as current:
-            current.set_tag("mode", "decode")
-            current.set_metric("size", 12)
-            current.set_metric("tokens", 12)
-            current.set_metric("share", 0.25)
-
-    return Tracer(span, lambda: tracer.flush())
-
-
 TRACERS: dict[str, Callable[[str], Tracer]] = {
     "ours": ours,
     "ours, as the current span": partial(ours, current=True),
     "OTel SDK, batch, OTLP": otel_sdk,
     "SGLang's trace module, OTLP": sglang_trace,
-    "ddtrace": ddtrace,
 }
 
 
 def _flush(provider: Any) -> None:
     if not provider.force_flush(120_000):
         raise RuntimeError("not everything was exported")
-
-
-def _installed(requirement: str, module: str) -> None:
-    """Install a package that only this comparison needs, in a separate folder."""
-    with suppress(ModuleNotFoundError):
-        importlib.import_module(module)
-        return
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    folder = Path(tempfile.gettempdir(), "sgl-aspects-bench", f"{module}-{version}")
-    if not folder.exists():
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
-        subprocess.run([*command, requirement, "bytecode", "envier"], check=True, capture_output=True)
-    sys.path.append(str(folder))
