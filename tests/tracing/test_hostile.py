@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import marshal
+import os
 import random
 import shutil
 import struct
@@ -30,7 +31,8 @@ from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.record import format as ring_format
-from sgl_aspects.tracing.record.codec import DamagedError, Decoder, encode
+from sgl_aspects.tracing.record import native
+from sgl_aspects.tracing.record.codec import DamagedError, Decoder, encode, is_plain
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanEnd, SpanType
 from tests.support.rings import PLAIN, TEXT, read_all, record_everything
@@ -327,6 +329,14 @@ def decoded(content: bytes) -> tuple[list[Any], int]:
     return Decoder(lambda: b"", 0).decode(bytes(data), range(0, len(data), ring_format.SLOT_BYTES))
 
 
+def _damaged(value: Any, place: int, byte: int) -> bytes:
+    """An encoded value in which one byte is another, now and then."""
+    content = bytearray(encode(("process", value)))
+    if byte % 4:
+        content[place % len(content)] = byte
+    return bytes(content)
+
+
 @settings(deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))
 @given(_VALUES)
 @example("long" * 10_000)
@@ -339,6 +349,14 @@ def test_whatever_is_encoded_is_decoded(value: Any) -> None:
     assert process.attributes.keys() <= {"value"}
 
 
+@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+@given(st.binary(max_size=40) | st.builds(_damaged, _VALUES, st.integers(0, 1 << 30), st.integers(0, 255)))
+def test_the_compiled_check_of_a_record_agrees_with_pythons(content: bytes) -> None:
+    if native.compiled is None:
+        pytest.skip(native.why_not)
+    assert native.compiled.is_plain(content) is is_plain(content)
+
+
 HOSTILE = {
     "a set of the tuple that it is in": "a8010000003c010000007200000000",
     "a dictionary whose key is the list that it is in": "db010000007b72000000004e30",
@@ -349,11 +367,15 @@ HOSTILE = {
 }
 
 
+@pytest.mark.parametrize("switch", ["on", "off"])
 @pytest.mark.parametrize("what", HOSTILE)
-def test_no_record_makes_marshal_do_more_than_read_values(what: str) -> None:
+def test_no_record_makes_marshal_do_more_than_read_values(what: str, switch: str) -> None:
     """In a process of its own: some of them end it. A run's folder may have come from elsewhere."""
     program = (
         f"from tests.tracing.test_hostile import decoded; print(decoded(bytes.fromhex({HOSTILE[what]!r})))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    environment = {**os.environ, native.VARIABLE: switch}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
+    )
     assert (done.returncode, done.stdout) == (0, "([], 1)\n"), done.stderr

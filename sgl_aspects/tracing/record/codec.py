@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import marshal
 import numbers
-import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from zlib import crc32
 
 from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.steps import spans_of
 from sgl_aspects.tracing.records import (
     ProcessDescribed,
@@ -53,37 +53,14 @@ _LONGEST_TEXT = 200
 _STEP = struct.Struct(f"<{layout.STEP_WORDS}Q")
 # Raised for damaged data.
 _ERRORS = (
-    *(
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        EOFError,
-        MemoryError,
-        RecursionError,
-        struct.error,
-    ),
+    *(ValueError, TypeError, LookupError, AttributeError, EOFError, MemoryError, RecursionError),
+    struct.error,
 )
 
 
-def _lengths(of: Iterable[tuple[int, int]]) -> bytes:
-    """Match a 32-bit number and as many bytes as it means: pairs of both."""
-    return b"|".join(
-        re.escape(number.to_bytes(4, "little", signed=number < 0)) + b".{%d}" % size for number, size in of
-    )
-
-
-# What encode writes, piece by piece, where a length is short: numbers, texts, the heads of tuples, lists and
-# dictionaries, None, True, False. marshal would also read references, which crash it, and code.
-_PIECES: Any = re.compile(
-    b"(?:l(?:%s)|u(?:%s)|i.{4}|N|g.{8}|[(\\[]..\\0\\0|[TF{0]){0,256}"
-    % (
-        # Ids and times first: most numbers are these.
-        _lengths((sign * digits, 2 * digits) for digits in (4, 5, 3, 2, 1, 6, 7, 8, 9) for sign in (1, -1)),
-        _lengths((size, size) for size in range(256)),
-    ),
-    re.DOTALL,
-).match
+# The kinds of values that encode writes: bytes of one of a fixed size, and those that begin with a count.
+_FIXED_SIZES = {**dict.fromkeys(b"NTF0{", 1), ord("i"): 5, ord("g"): 9}
+_COUNTED, _IN_BYTES = frozenset(b"ul(["), frozenset(b"ul")
 _new: Any = tuple.__new__
 _head_at = layout.SLOT_HEAD.unpack_from
 
@@ -159,8 +136,8 @@ class Decoder:
                     content = whole[:size]
                 if crc32(content) != checksum:
                     raise DamagedError("a record with another checksum")
-                if _PIECES(content).end() != len(content):  # all of its lengths are short, as a rule
-                    _require_pieces(content)
+                if not _is_safe(content):
+                    raise DamagedError("a record of other things than plain values")
                 fields = marshal.loads(content)
                 if fields[0].__class__ is int:
                     records.append(self._span(*fields))
@@ -346,17 +323,28 @@ _READERS: dict[str, Callable[..., Record | None]] = {
 }
 
 
-def _require_pieces(content: bytes) -> None:
-    """Raise ``DamagedError`` for what :func:`encode` does not write."""
+def is_plain(content: bytes) -> bool:
+    """Return whether there is nothing but what :func:`encode` writes: marshal would also read references, on
+    which it crashes, and code.
+    """
     position, end = 0, len(content)
     while position < end:
-        before, position = position, _PIECES(content, position).end()
-        if position == before:  # nothing short
-            kind = content[position : position + 1]
-            size = int.from_bytes(content[position + 1 : position + 5], "little", signed=True)
-            if kind not in (b"u", b"l") or (kind == b"u" and size < 0):
-                raise DamagedError(f"a record with {kind!r}")
-            position += 5 + (size if kind == b"u" else 2 * abs(size))
+        kind = content[position]
+        if kind in _FIXED_SIZES:
+            position += _FIXED_SIZES[kind]
+            continue
+        count = int.from_bytes(content[position + 1 : position + 5], "little", signed=True)
+        if kind == ord("l"):  # digits of 15 bits, and the number's sign
+            count = 2 * abs(count)
+        position += 5
+        if kind not in _COUNTED or not 0 <= count <= end - position:  # an item takes a byte at least
+            return False
+        if kind in _IN_BYTES:
+            position += count
+    return position == end
+
+
+_is_safe: Callable[[bytes], bool] = getattr(native.compiled, "is_plain", is_plain)
 
 
 def _parse_definition(data: bytes) -> SpanType | str | None:

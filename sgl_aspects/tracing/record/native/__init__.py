@@ -1,6 +1,7 @@
 """The hot path of a decode step: in C where the package was built with a C compiler, else in Python.
 
     decode_path.c   the plain case of observers/steps.py and observers/forward.py
+    plain_record.c  the check of a record before marshal reads it (record/codec.py)
     watched_call.c  the call of a woven function that only one of these observes
     layout.h        the layout of a ring file
     fields.py       its replacement where it was not compiled

@@ -900,11 +900,14 @@ entry_of(PyObject *enter)
 
 /* -- the module -------------------------------------------------------------------------------------------- */
 
+static PyMethodDef functions[] = {{"is_plain", is_plain, METH_O, "Whether marshal may be given these bytes."}, {0}};
+
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "sgl_aspects.tracing.record.native._decode_path",
     .m_doc = "A plain decode step, recorded without running any Python.",
     .m_size = -1,
+    .m_methods = functions,
 };
 
 static PyTypeObject *

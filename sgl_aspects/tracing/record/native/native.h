@@ -22,5 +22,8 @@ extern PyObject other_case;
 /* decode_path.c: the function in C of a bound method, or NULL. */
 entry entry_of(PyObject *enter);
 
+/* plain_record.c */
+PyObject *is_plain(PyObject *module, PyObject *record);
+
 /* watched_call.c: -1 with an exception set. */
 int add_watched_call(PyObject *module);
