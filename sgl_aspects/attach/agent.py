@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sgl_aspects as aspects
-from sgl_aspects import compat, config, engines, env
+from sgl_aspects import config, engines, env
 from sgl_aspects.errors import AspectsError, AttachError
 from sgl_aspects.run.collector import collector_state
 from sgl_aspects.tracing import session as tracing
-from sgl_aspects.weaving import Pieces, in_pieces, weaver
+from sgl_aspects.weaving import in_pieces, unfrozen, weaver
 
 _CHECK_SECONDS = 1.0
 _SWITCH_SECONDS = 0.0005
@@ -50,7 +50,7 @@ def perform(request: Mapping[str, Any]) -> dict[str, Any]:
             f"sgl-aspects {aspects.__version__} is loaded there, and you run {request['version']}: "
             "attach with the version that is loaded"
         )
-    with _lock, in_pieces() as pieces, _beside_the_engine(pieces):
+    with _lock, in_pieces() as pieces, _beside_the_engine():
         begin = time.perf_counter()
         answer = _attach(request) if request["operation"] == "attach" else _detach_run(request)
         seconds = time.perf_counter() - begin
@@ -149,33 +149,21 @@ def _end_without_collector(run_folder: str) -> None:
 
 
 def _detach_alone() -> None:
-    with _lock, in_pieces() as pieces, _beside_the_engine(pieces), contextlib.suppress(AspectsError, OSError):
+    with _lock, in_pieces(), _beside_the_engine(), contextlib.suppress(AspectsError, OSError):
         _detach()
 
 
 @contextlib.contextmanager
-def _beside_the_engine(pieces: Pieces) -> Iterator[None]:
-    """Shorten the interpreter's switch interval, and unfreeze the heap so that frozen referrers are found.
-
-    ``gc.get_referrers`` passes over objects under ``gc.freeze``. The garbage collector is off in the block;
-    before the heap is frozen again, garbage is collected, or it would never be freed.
-    """
+def _beside_the_engine() -> Iterator[None]:
+    """Shorten the interpreter's switch interval, keep the garbage collector off, and the heap unfrozen."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     was_enabled = gc.isenabled()
     gc.disable()
-    with pieces.one():
-        is_frozen = compat.is_heap_frozen()
-    if is_frozen:
-        with pieces.one():
-            gc.collect()
-        gc.unfreeze()
     try:
-        yield
+        with unfrozen():  # once for all hooks
+            yield
     finally:
-        if is_frozen:
-            gc.collect(1)
-            gc.freeze()
         if was_enabled:
             gc.enable()
         sys.setswitchinterval(interval)

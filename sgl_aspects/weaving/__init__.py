@@ -50,7 +50,7 @@ from sgl_aspects.weaving.hooks import (
     current_source,
 )
 from sgl_aspects.weaving.rebinding import Stale
-from sgl_aspects.weaving.referrers import Pieces, in_pieces
+from sgl_aspects.weaving.referrers import Pieces, in_pieces, unfrozen
 from sgl_aspects.weaving.targets import Target
 
 __all__ = [
@@ -80,6 +80,7 @@ __all__ = [
     "plugin_hook",
     "replace",
     "report",
+    "unfrozen",
     "weave",
     "weaver",
     "woven",

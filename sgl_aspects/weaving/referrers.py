@@ -65,21 +65,47 @@ def is_in_pieces() -> bool:
     return _pieces.get() is not None
 
 
+def _piece() -> contextlib.AbstractContextManager[None]:
+    pieces = _pieces.get()
+    return contextlib.nullcontext() if pieces is None else pieces.one()
+
+
 @contextlib.contextmanager
 def unfrozen() -> Iterator[None]:
     """Undo `gc.freeze()`, which engines call, in the block: it hides objects from `gc.get_referrers()`.
 
     Afterwards all live objects are frozen, including those created since the engine froze the heap.
     """
-    if not compat.is_heap_frozen():
-        yield
-        return
-    gc.collect()  # garbage must not be frozen
-    gc.unfreeze()
+    with _piece():
+        is_frozen = compat.is_heap_frozen()
+        if is_frozen:
+            gc.collect()  # garbage must not be frozen
+            _unfreeze()
     try:
         yield
     finally:
-        gc.freeze()
+        if is_frozen:
+            with _piece():
+                gc.collect(1)  # what the block made: the rest is in the oldest generation
+                gc.freeze()
+
+
+def _unfreeze() -> None:
+    """Unfreeze the heap, and search all of it for garbage once much more was frozen than by the engine.
+
+    Hooks are frozen with it, and whatever lives while one is woven: no other collection finds them later.
+    """
+    global _frozen_before
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    _frozen_before = _frozen_before or frozen
+    if frozen > _frozen_before + _MOST_GROWTH:
+        gc.collect()
+        _frozen_before = 0  # it is counted the next time
+
+
+_frozen_before = 0
+_MOST_GROWTH = 20_000
 
 
 def referrers(objects: list[Any]) -> list[Any]:
@@ -94,7 +120,7 @@ def referrers(objects: list[Any]) -> list[Any]:
     for start in range(0, len(objects), size):
         # An explicit tuple, removed below: Python 3.13 would return the one that it creates for the call.
         arguments = tuple(objects[start : start + size])
-        with contextlib.nullcontext() if pieces is None else pieces.one():
+        with _piece():
             found.update({id(referrer): referrer for referrer in gc.get_referrers(*arguments)})
         for own in (objects, arguments, found):
             found.pop(id(own), None)

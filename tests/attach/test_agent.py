@@ -37,7 +37,7 @@ def test_garbage_of_the_engine_does_not_stay_where_it_froze_its_objects(is_froze
     try:
         before = gc.get_freeze_count()
         garbage = [weakref.ref(_Cycle())]
-        with in_pieces() as pieces, agent._beside_the_engine(pieces):
+        with in_pieces(), agent._beside_the_engine():
             garbage.append(weakref.ref(_Cycle()))
             assert gc.get_freeze_count() == 0
         assert bool(gc.get_freeze_count()) is bool(before) is is_frozen

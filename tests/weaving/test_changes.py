@@ -55,6 +55,31 @@ def test_a_heap_is_frozen_afterwards_if_the_engine_has_frozen_it(freezes: str, t
     assert more >= 0 if freezes else more == 0
 
 
+SERVING = """
+import gc, sys, weakref
+import sgl_aspects as aspects
+import engine
+class Node:
+    def __init__(self): self.own = self
+gc.freeze()
+ended = []
+for _ in range(40):
+    served = [Node() for _ in range(2000)]
+    aspects.weave(aspects.around("engine:f")(lambda original_fn: original_fn())).remove()
+    ended.append(weakref.ref(served[0]))
+print(sum(node() is not None for node in ended), aspects.report().hooks)
+"""
+
+
+def test_what_lived_while_a_hook_was_woven_is_freed_in_a_process_that_froze_its_heap(tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text("def f(): return 'f'\n")
+    done = subprocess.run([sys.executable, "-c", SERVING], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    stayed, hooks = done.stdout.split()
+    assert int(stayed) <= 20
+    assert hooks == "()"
+
+
 def test_changes_from_within_a_change_come_after_it(engine: Any) -> None:
     handles = []
 
