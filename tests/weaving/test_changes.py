@@ -62,6 +62,7 @@ import engine
 class Node:
     def __init__(self): self.own = self
 gc.freeze()
+gc.disable()  # it collects garbage when it is idle
 ended = []
 for _ in range(40):
     served = [Node() for _ in range(2000)]
