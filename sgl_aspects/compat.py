@@ -10,6 +10,7 @@ import logging
 import opcode
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -27,6 +28,18 @@ _FROZEN_AT_START = 2_000
 def is_heap_frozen() -> bool:
     """Return whether ``gc.freeze()`` was called. Counts the frozen objects one by one."""
     return gc.get_freeze_count() > _FROZEN_AT_START
+
+
+def weak_methods(function: types.FunctionType) -> list[Any]:
+    """Return the `weakref.WeakMethod` objects for methods of ``function``."""
+    references = weakref.getweakrefs(function)
+    held = gc.get_referrers(*references) if references else ()
+    return [holder for holder in held if isinstance(holder, weakref.WeakMethod)]
+
+
+def retarget_weak_method(weak_method: Any, function: types.FunctionType) -> None:
+    """Make ``weak_method`` refer to ``function``."""
+    weak_method._func_ref = weakref.ref(function, weak_method._func_ref.__callback__)
 
 
 @functools.cache
@@ -103,20 +116,20 @@ _bootstrap: Any = importlib._bootstrap
 
 
 def around_each_search(
-    begin: Callable[[str, bool], bool], found: Callable[[ModuleSpec], None]
+    begin: Callable[[str, bool], None], found: Callable[[ModuleSpec], None]
 ) -> Callable[[], None]:
     """Watch the search for each module that is imported or reloaded; returns a function that undoes this.
 
     :param begin: called before the finders, with the module's name and whether it is reloaded.
-    :param found: called after them, with what they found, if ``begin`` returned True.
+    :param found: called after them, with what they found.
     """
     search = _bootstrap._find_spec
 
     @functools.wraps(search)
     def find_spec(name: str, path: Any, target: types.ModuleType | None = None) -> ModuleSpec | None:
-        is_wanted = begin(name, target is not None)
+        begin(name, target is not None)
         spec: ModuleSpec | None = search(name, path, target)
-        if is_wanted and spec is not None:
+        if spec is not None:
             found(spec)
         return spec
 

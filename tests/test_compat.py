@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,21 @@ def scripted(x: int) -> int:
     return x + 1
 
 
+def test_a_weak_method_is_found_and_takes_another_function() -> None:
+    made = Owner()
+    died: list[object] = []
+    weak = weakref.WeakMethod(made.method, died.append)
+    assert compat.weak_methods(Owner.method) == [weak]  # type: ignore[arg-type]
+    compat.retarget_weak_method(weak, other)  # type: ignore[arg-type]
+    method = weak()
+    assert method is not None
+    assert method() == "other"
+    assert compat.weak_methods(Owner.method) == []  # type: ignore[arg-type]
+    del made, method
+    assert died == [weak]
+    assert weak() is None
+
+
 # -- the import system --------------------------------------------------------------------------------------
 
 
@@ -50,11 +66,9 @@ def test_every_search_passes_the_function_that_is_wrapped(folder: Path, how: str
     if how == "reload":
         importlib.import_module("searched")
 
-    def begin(name: str, is_reload: bool) -> bool:
-        searches.append((name, is_reload))
-        return True
-
-    undo = compat.around_each_search(begin, lambda spec: found.append(spec.name))
+    undo = compat.around_each_search(
+        lambda name, is_reload: searches.append((name, is_reload)), lambda spec: found.append(spec.name)
+    )
     try:
         if how == "import":
             exec("import searched")

@@ -300,7 +300,10 @@ def _walk(
             yield from _walk(place.raw, rest, subclasses)
 
 
-_DESCRIPTORS = (classmethod, staticmethod, property, functools.cached_property)
+_DESCRIPTORS = (
+    *(classmethod, staticmethod, property, types.DynamicClassAttribute),
+    *(functools.cached_property, functools.partialmethod, functools.singledispatchmethod),
+)
 
 
 def _attributes(owner: Any, segment: str) -> Iterator[AttributeReference]:

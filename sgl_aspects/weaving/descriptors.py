@@ -1,8 +1,9 @@
 """The attribute of a join point: unwrapped, and rebuilt around a woven callable, as a descriptor, too.
 
-A plain Python function, bare or inside a classmethod, staticmethod, property or cached_property, becomes a
-woven function inside a new descriptor of the same type. Other callables (builtins, lru_cache objects,
-partials, instances, other people's proxies) get a proxy, which keeps their type, attributes and equality.
+A plain Python function, bare or inside a descriptor, becomes a woven function inside a new descriptor of the
+same type: a classmethod, staticmethod, property or cached_property, or one of another package that decorates
+it. Other callables (builtins, lru_cache objects, partials, instances, other people's proxies), and
+descriptors that give callables, get a proxy, which keeps their type, attributes and equality.
 
 Types are tested by `type()`, never by `isinstance`: a foreign proxy claims the class of what it wraps.
 """
@@ -15,6 +16,7 @@ import reprlib
 import sys
 import types
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import wrapt
@@ -30,13 +32,14 @@ from sgl_aspects.weaving.attributes import (
     class_name,
     current,
     filled_slots,
+    inherited,
     is_a,
     is_class,
     namespace,
     with_subclasses,
 )
 from sgl_aspects.weaving.chain import calls_original
-from sgl_aspects.weaving.functions import WovenFunction, WovenProxy, bound_late, passing_on
+from sgl_aspects.weaving.functions import METHOD_MAKERS, WovenFunction, WovenProxy, bound_late, passing_on
 
 logger = logging.getLogger("sgl_aspects")
 
@@ -146,15 +149,45 @@ def _open(place: AttributeReference) -> Opened:
             have = ", ".join(name for name in PROPERTY_PARTS if getattr(raw, name) is not None)
             raise HookError(f"{place}: the property has no {place.part}; it has {have}")
         return function, function
+    within = _in_classmethod(raw)
+    if within is not None:
+        return _open(place._replace(raw=within))
+    decorated = _decorated(place)
+    if decorated is not None:
+        return _itself(place, decorated)
+    binds = is_class(owner)
     if is_a(raw, (classmethod, staticmethod)):
-        content = raw.__func__
-        binds = is_a(raw, classmethod) and sys.version_info < (3, 13)
-    elif is_a(raw, functools.cached_property):
-        content, binds = raw.func, False
-    else:
-        content, binds = raw, is_class(owner)
-    found = _itself(place, content)
-    return (content, bound_late(content)) if binds else found
+        raw, binds = raw.__func__, is_a(raw, classmethod) and sys.version_info < (3, 13)
+    if binds and not callable(raw) and _gives_callables(raw):
+        return raw, bound_late(raw)
+    found = _itself(place, raw)
+    return (raw, bound_late(raw)) if binds else found
+
+
+def _in_classmethod(raw: Any) -> Any:
+    """Return the descriptor in a classmethod, which binds it before Python 3.13; None if there is none."""
+    within = raw.__func__ if is_a(raw, classmethod) and sys.version_info < (3, 13) else None
+    is_descriptor = is_a(within, (property, classmethod, staticmethod)) or not callable(within)
+    return within if is_descriptor else None
+
+
+def _decorated(place: AttributeReference) -> Any:
+    """Return the function of the attribute's name that a descriptor of a Python class holds, or None."""
+    raw = place.raw
+    if is_a(raw, functools.cached_property):
+        return raw.func
+    if callable(raw) or not hasattr(type(raw), "__get__"):
+        return None
+    if is_a(raw, (property, classmethod, *METHOD_MAKERS)):
+        return None
+    held = [*namespace(raw).values(), *(value for _, value in filled_slots(raw))]
+    functions = [one for one in held if type(one) is types.FunctionType and one.__name__ == place.name]
+    return functions[0] if functions and all(one is functions[0] for one in functions) else None
+
+
+def _gives_callables(raw: Any) -> bool:
+    """Return whether ``raw`` may be a descriptor of methods: one that is also written to is not."""
+    return hasattr(type(raw), "__get__") and not hasattr(type(raw), "__set__")
 
 
 def _itself(place: AttributeReference, content: Any) -> Opened:
@@ -162,10 +195,11 @@ def _itself(place: AttributeReference, content: Any) -> Opened:
         raise HookError(
             f"{place} is a pytest fixture, which pytest finds by its type; hook a function that it calls"
         )
-    if not callable(content):
+    is_read = is_class(place.owner) and hasattr(type(content), "__set__")
+    if is_read or not callable(content):
         raise HookError(
             f"{place} is {type(content).__name__} {reprlib.repr(content)}, "
-            "which cannot be called, so not hooked"
+            f"which {'is read' if is_read else 'cannot be called'}, so not hooked"
         )
     return content, content
 
@@ -176,8 +210,18 @@ def _next_in_line(place: AttributeReference, captured: Callable[..., Any]) -> Ca
     With `class D(Sub, Other)`, a hook on an inherited ``Sub.m`` comes before ``Other.m``, as ``Sub`` does.
     """
     owner, name, raw = place.owner, place.name, place.raw
+    while _in_classmethod(raw) is not None:
+        raw = _in_classmethod(raw)
     if is_a(raw, C_CALLABLES):
         return captured
+    if _decorated(place) is not None and not is_a(raw, functools.cached_property):
+        _refuse_if_overtaken(place)
+
+        def called_of_base(*args: Any, **kwargs: Any) -> Any:  # with the hooks that it has by then
+            found = _decorated(place._replace(raw=inherited(owner, name)))
+            return (captured if found is None else found)(*args, **kwargs)
+
+        return _following(captured, called_of_base)
     if is_a(raw, staticmethod) and name != "__new__":
         _refuse_if_overtaken(place)
         return _following(
@@ -217,8 +261,8 @@ def _refuse_if_overtaken(place: AttributeReference) -> None:
         between = order[order.index(owner) + 1 : order.index(base)]
         if any(current(other, name) is not MISSING for other in between):
             raise HookError(
-                f"{place} is an inherited staticmethod, and {class_name(cls)} has another one before it; "
-                f"hook it where it is defined: '{place._replace(owner=base)}'"
+                f"{place} is an inherited {type(place.raw).__name__}, and {class_name(cls)} has another one "
+                f"before it; hook it where it is defined: '{place._replace(owner=base)}'"
             )
 
 
@@ -269,6 +313,11 @@ def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
         functions.update({part or "fget": function for part, function in woven.items()})
         return _rebuilt(raw, *functions.values())
     if not place.binds_to_owner:
+        within, decorated = _in_classmethod(raw), _decorated(place)
+        if within is not None:
+            return _rebuilt(raw, rebuild(place._replace(raw=within), woven))
+        if decorated is not None:
+            return _rebuilt(raw, changed={id(decorated): woven[""]})
         return woven[""] if _kind_of(raw) is None else _rebuilt(raw, woven[""])
     if is_a(raw, staticmethod) or is_class(raw):
         return woven[""]
@@ -277,34 +326,40 @@ def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
     return _OfMetaclass(woven[""]) if is_class(owner) else types.MethodType(woven[""], owner)
 
 
-_KINDS = (property, staticmethod, classmethod, functools.cached_property)
-
-
 def _kind_of(raw: Any) -> type | None:
-    return next((kind for kind in _KINDS if is_a(raw, kind)), None)
+    return next((kind for kind in (property, staticmethod, classmethod) if is_a(raw, kind)), None)
+
+
+_REMADE_FROM = "__sgl_aspects_remade_from__"
 
 
 def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
-    """Return a descriptor of the same type around new functions; itself if it has the same."""
+    """Return a descriptor of the same type around new functions; the earlier one that had the same."""
     parts = PROPERTY_PARTS if is_a(descriptor, property) else ("__func__",)
-    held = [getattr(descriptor, part) for part in parts]
-    wanted = [new(value) for value in held]
-    if all(now is then for now, then in zip(wanted, held)):
-        return descriptor
-    return _rebuilt(descriptor, *wanted)
+    wanted = [new(getattr(descriptor, part)) for part in parts]
+    earlier = namespace(descriptor).get(_REMADE_FROM, {}).get("origin")
+    for known in (descriptor, earlier):
+        if known is not None and all(getattr(known, part) is one for part, one in zip(parts, wanted)):
+            return known
+    anew = _rebuilt(descriptor, *wanted)
+    if not is_a(descriptor, property):
+        anew.__dict__[_REMADE_FROM] = OwnDict(origin=descriptor)
+    return anew
 
 
-def _rebuilt(descriptor: Any, *functions: Any) -> Any:
+def _rebuilt(descriptor: Any, *functions: Any, changed: Mapping[int, Any] = MappingProxyType({})) -> Any:
     """Return a descriptor of the type of ``descriptor`` around other functions, with its attributes.
 
     Uses the constructor of its built-in base: that of a subclass may take other arguments.
+
+    :param changed: what replaces its attributes, by the ids of their values.
     """
-    kind: Any = _kind_of(descriptor)
+    kind: Any = _kind_of(descriptor) or object
     anew = kind.__new__(type(descriptor))
     kind.__init__(anew, *functions, *([descriptor.__doc__] if kind is property else ()))
     for slot, value in filled_slots(descriptor):
-        slot.__set__(anew, value)
+        slot.__set__(anew, changed.get(id(value), value))
     for name, value in namespace(descriptor).items():
-        if name not in anew.__dict__ or (kind is functools.cached_property and name != "func"):
-            anew.__dict__[name] = value
+        if name not in anew.__dict__:
+            anew.__dict__[name] = changed.get(id(value), value)
     return anew

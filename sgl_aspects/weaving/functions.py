@@ -26,7 +26,7 @@ from typing import Any, Literal
 import wrapt
 
 from sgl_aspects import compat
-from sgl_aspects.weaving.attributes import Attributes, OwnDict, holds
+from sgl_aspects.weaving.attributes import Attributes, OwnDict, holds, is_class
 from sgl_aspects.weaving.chain import CompiledChain, NativeLink, calls_original
 from sgl_aspects.weaving.hooks import FunctionKind, kind_of_code
 from sgl_aspects.weaving.templates import Shape, template
@@ -86,7 +86,7 @@ class WovenFunction:
 
     @property
     def calls(self) -> int:
-        return int(self._calls.number) + (0 if self._in_c is None else self._in_c.calls)
+        return int(getattr(self._calls, _COUNT)) + (0 if self._in_c is None else self._in_c.calls)
 
     @property
     def is_patched(self) -> bool:
@@ -118,7 +118,8 @@ class WovenFunction:
             self._run.__code__ = self.code = code
         if before is not None:
             counted = float(before.calls)
-            self._calls.number += counted  # in place, like the function itself: other threads may be counting
+            # In place, like the function itself: other threads may be counting.
+            setattr(self._calls, _COUNT, getattr(self._calls, _COUNT) + counted)
         self.applied = True
 
     def release(self, head: Any) -> None:
@@ -163,14 +164,14 @@ class WovenFunction:
         code = template(shape)
         values = {f"<{name}>": hook for name, hook in hooks.items()}
         values["<calls>"] = self._calls
-        names = code.co_names
+        names = tuple(_COUNT if name == "number" else name for name in code.co_names)
         if shape.guarded and self._compiled is not None:
             names = tuple(self._compiled.name if name == "_chain" else name for name in names)
         changes: dict[str, Any] = {
             "co_name": model.co_name,
             "co_filename": model.co_filename,
             "co_firstlineno": model.co_firstlineno,
-            "co_names": names,
+            "co_names": (*names, *(name for name in model.co_names if name not in names)),
             "co_freevars": model.co_freevars,
             "co_varnames": _apart_from(model.co_freevars, code.co_varnames),
             "co_consts": tuple(
@@ -207,13 +208,17 @@ class _Signature(inspect.Signature):
         return getattr(self, name)
 
 
+_COUNT = "None"
+"""The attribute with the number of calls: `inspect.getclosurevars` ignores this name."""
+
+
 class _Calls:
     """The number of calls: a float, because adding to it costs less than to an int; exact up to 2 ** 53."""
 
-    __slots__ = ("__weakref__", "number")
+    __slots__ = ("__weakref__", _COUNT)
 
     def __init__(self) -> None:
-        self.number = 0.0
+        setattr(self, _COUNT, 0.0)
 
 
 def _hashable(constant: Any) -> Any:
@@ -264,6 +269,8 @@ def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> 
 
 # -- binding ------------------------------------------------------------------------------------------------
 
+METHOD_MAKERS = (functools.partialmethod, functools.singledispatchmethod)
+"""Descriptors that cannot be called: what they give adds arguments, or chooses a function by them."""
 _LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
 _CALLED_AS_BOUND = (types.MethodDescriptorType, types.WrapperDescriptorType, _LRU_CACHE)
 _PICKLED_BY_NAME = (
@@ -272,31 +279,46 @@ _PICKLED_BY_NAME = (
 )
 
 
-Binding = Literal["nothing", "instance", "class"]
-"""The object that is inserted before the arguments when an attribute of a class is called."""
+Binding = Literal["nothing", "instance", "class", "either"]
+"""The object that is inserted before the arguments when an attribute of a class is called.
+
+``either``: the instance or class that it is accessed on, for a descriptor that cannot be called itself.
+"""
 
 
 def _binding_of(raw: Any) -> Binding:
+    if isinstance(raw, METHOD_MAKERS):
+        return _binding_of(raw.func)
     if isinstance(raw, functools.partial):  # binds since Python 3.14
         return "nothing" if sys.version_info < (3, 14) else "instance"
     if isinstance(raw, (staticmethod, types.MethodType)):
         return "nothing"
     if isinstance(raw, (classmethod, types.ClassMethodDescriptorType)):
         return "class"
-    return "instance" if hasattr(type(raw), "__get__") else "nothing"
+    if not hasattr(type(raw), "__get__"):
+        return "nothing"
+    return "instance" if callable(raw) else "either"
 
 
-def bound_late(raw: Any) -> Callable[..., Any]:
+def _bound(raw: Any, instance: Any, owner: Any) -> Any:
+    """Return what the descriptor ``raw`` gives."""
+    return type(raw).__get__(raw, instance, owner)
+
+
+def bound_late(raw: Any) -> Any:
     """Return a function that takes explicitly the object that the descriptor would bind."""
     binding = _binding_of(raw)
     if raw is _OBJECT_INIT:
         return calls_original(_initialise)
-    if type(raw) is types.FunctionType or binding == "nothing" or isinstance(raw, _CALLED_AS_BOUND):
-        return raw  # type: ignore[no-any-return]
+    if binding == "nothing":
+        return raw if callable(raw) else _bound(raw, None, object)
+    if type(raw) is types.FunctionType or isinstance(raw, _CALLED_AS_BOUND):
+        return raw
 
     def bind_and_call(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
-        bound = (None, subject) if binding == "class" else (subject, type(subject))
-        return type(raw).__get__(raw, *bound)(*args, **kwargs)
+        from_class = binding == "class" or (binding == "either" and is_class(subject))
+        bound = _bound(raw, None, subject) if from_class else _bound(raw, subject, type(subject))
+        return bound(*args, **kwargs)
 
     return calls_original(bind_and_call)
 
@@ -314,24 +336,17 @@ def _initialise(self: Any, /, *args: Any, **kwargs: Any) -> None:
 # -- proxies ------------------------------------------------------------------------------------------------
 
 
-class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """The proxy of a callable; one per join point, never nested.
+class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """Wraps what another package's descriptor gives; hooks get the object that it is bound to explicitly.
 
-    Callables with a qualified name are pickled by it; an instance is pickled and copied as itself.
+    It is pickled and copied as the wrapped object.
+
+    :param subject: the instance or class that it is bound to; None for a method accessed on its class.
     """
 
-    def __init__(self, wrapped: Any, run: Callable[..., Any], place: str) -> None:
+    def __init__(self, wrapped: Any, run: Callable[..., Any], subject: Any = None) -> None:
         super().__init__(wrapped)
-        self._self_run = run
-        self._self_place = place
-        self._self_binding = _binding_of(wrapped)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if self._self_binding == "nothing":
-            # Before Python 3.13, a classmethod calls the __get__ of its callable, with its class as both.
-            return self if instance is None or instance is not owner else types.MethodType(self, owner)
-        subject = owner if self._self_binding == "class" else instance
-        return self if subject is None else types.MethodType(self, subject)
+        self._self_run = run if subject is None else types.MethodType(run, subject)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._self_run(*args, **kwargs)
@@ -353,9 +368,38 @@ class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return self.__reduce_ex__(2)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        reduce = copyreg.dispatch_table.get(type(self.__wrapped__))
+        return self.__wrapped__.__reduce_ex__(protocol) if reduce is None else reduce(self.__wrapped__)
+
+
+class CallableProxy(BoundProxy):
+    """The proxy of a callable, or of a descriptor that gives one; one per join point, never nested.
+
+    Callables with a qualified name are pickled by it; an instance is pickled and copied as itself.
+    """
+
+    def __init__(self, wrapped: Any, run: Callable[..., Any], place: str) -> None:
+        super().__init__(wrapped, run)
+        self._self_place = place
+        self._self_binding = _binding_of(wrapped)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if self._self_binding == "nothing":
+            # Before Python 3.13, a classmethod calls the __get__ of its callable, with its class as both.
+            return self if instance is None or instance is not owner else types.MethodType(self, owner)
+        on_class = self._self_binding == "class" or (self._self_binding == "either" and instance is None)
+        subject = owner if on_class else instance
+        if isinstance(self.__wrapped__, _CALLED_AS_BOUND):
+            return self if subject is None else types.MethodType(self, subject)
+        bound = _bound(self.__wrapped__, instance, owner)
+        if callable(bound):
+            return BoundProxy(bound, self._self_run, subject)
+        _warn_of_value(self._self_place, type(bound).__name__)
+        return bound
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         if not isinstance(self.__wrapped__, _PICKLED_BY_NAME):
-            reduce = copyreg.dispatch_table.get(type(self.__wrapped__))
-            return self.__wrapped__.__reduce_ex__(protocol) if reduce is None else reduce(self.__wrapped__)
+            return super().__reduce_ex__(protocol)
         module, _, path = self._self_place.partition(":")
         if not module or "instance." in path:
             import pickle  # slow to import
@@ -364,6 +408,13 @@ class CallableProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
                 f"{self!r} was hooked on an instance: it has no name to be found under"
             )
         return (found_by_name, (module, path))
+
+
+@functools.cache
+def _warn_of_value(place: str, kind: str) -> None:
+    logger.warning(
+        "%s gives a %s, which is not called, so its hooks do not run; hook what makes it", place, kind
+    )
 
 
 def found_by_name(module: str, path: str) -> Any:

@@ -19,6 +19,8 @@ import wrapt
 
 from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import (
+    MISSING,
+    OwnDict,
     bases,
     class_module,
     find,
@@ -93,9 +95,9 @@ class ModuleWatcher:
 
     def _watch(self) -> None:
         if not self._leave:
-            self._leave.append(compat.around_each_search(self._search_begins, self._attach))
+            self._leave.append(compat.around_each_search(self._search_begins, self._is_made))
             # `spec_from_file_location()` makes specs without a search.
-            self._leave.append(compat.before_each_creation(self._made_by_hand))
+            self._leave.append(compat.before_each_creation(self._is_made))
 
     def uninstall(self) -> None:
         """Stop watching, unless there are listeners."""
@@ -110,11 +112,9 @@ class ModuleWatcher:
         if self._brought_wrapt:
             self._brought_wrapt = not compat.remove_wrapt_finder()
 
-    def _search_begins(self, name: str, is_reload: bool) -> bool:
-        """Return whether the module is wanted."""
-        if not self._is_wanted(name):
-            return False
-        if not is_reload and name not in sys.modules and name not in self._registered:
+    def _search_begins(self, name: str, is_reload: bool) -> None:
+        known = is_reload or name in sys.modules or name in self._registered
+        if not known and self._is_wanted(name):
             self._brought_wrapt |= compat.wrapt_finder() is None
 
             def hook(module: Any) -> None:
@@ -123,9 +123,9 @@ class ModuleWatcher:
 
             self._registered[name] = hook
             wrapt.register_post_import_hook(hook, name)
-        return True
 
-    def _made_by_hand(self, spec: ModuleSpec) -> None:
+    def _is_made(self, spec: ModuleSpec) -> None:
+        # Asked again: another thread may have added a hook during the search.
         if self._is_wanted(spec.name):
             self._attach(spec)
 
@@ -156,7 +156,13 @@ class _NotifyingLoader:
             spec.loader = self._loader
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = self._loader
-        self._loader.exec_module(module)
+        try:
+            self._loader.exec_module(module)
+        except BaseException:
+            # A reload has defined some of its functions anew; the module of an import that fails is gone.
+            if sys.modules.get(self._name) is module and not compat.is_initializing(spec):
+                self._notify(self._name, module)
+            raise
         self._notify(self._name, sys.modules.get(self._name, module))
 
 
@@ -324,6 +330,7 @@ class LazyAttributes:
         self._made = made
         self.hooks: dict[int, Advice] = {}
         self._wanted: dict[int, tuple[str, Any, set[str]]] = {}
+        self._kept = OwnDict()  # by module and attribute
 
     def wait(self, name: str, module: Any, alternate: Alternate, owner: Any) -> Advice:
         """Wait for what ``alternate`` names in ``module``; returns the hook for ``__getattr__`` there."""
@@ -332,9 +339,13 @@ class LazyAttributes:
         return self.hooks.setdefault(id(owner), _own_hook(HookType.NATIVE, self._around_getattr(owner)))
 
     def clear(self) -> None:
-        """Stop waiting: the last hook has gone."""
-        self.hooks.clear()
-        self._wanted.clear()
+        """Stop waiting, and remove what modules would make again: the last hook has gone."""
+        for (key, attribute), value in self._kept.items():
+            names = namespace(self._wanted[key][1])
+            if names.get(attribute, MISSING) is value:
+                del names[attribute]
+        for held in (self.hooks, self._wanted, self._kept):
+            held.clear()
 
     def _around_getattr(self, owner: Any) -> Callable[..., Any]:
         # Of the native contract: the arguments of an AFTER hook would be one more referrer of the new value.
@@ -346,7 +357,8 @@ class LazyAttributes:
                 return value
             wanted.discard(attribute)
             names = namespace(module)
-            names.setdefault(attribute, value)
+            if attribute not in names:
+                names[attribute] = self._kept[id(module), attribute] = value
             del value
             self._made(name, module)
             return names[attribute]

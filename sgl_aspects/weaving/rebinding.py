@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import (
     MISSING,
     Attributes,
@@ -212,12 +213,17 @@ def rebind(pairs: Iterable[Pair]) -> list[Stale]:
         with unfrozen():
             stale = _Collected(left).rebind()
     weak = "a weak reference, as in a WeakSet"
-    weakly_held = [pair.old for pair in every if pair.only_bound_to is None and _is_weakly_held(pair.old)]
-    return [*stale, *(Stale(describe(old), weak) for old in weakly_held)]
+    return [*stale, *(Stale(describe(pair.old), weak) for pair in every if _stays_weakly_held(pair))]
 
 
-def _is_weakly_held(old: Any) -> bool:
-    return is_a(old, types.FunctionType) and weakref.getweakrefcount(old) > 0
+def _stays_weakly_held(pair: Pair) -> bool:
+    """Rebind weak references to methods; True if others remain, which cannot be changed."""
+    if pair.only_bound_to is not None or not is_a(pair.old, types.FunctionType):
+        return False
+    if weakref.getweakrefcount(pair.old) and is_a(pair.new, types.FunctionType):
+        for weak_method in compat.weak_methods(pair.old):
+            compat.retarget_weak_method(weak_method, pair.new)
+    return weakref.getweakrefcount(pair.old) > 0
 
 
 def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:

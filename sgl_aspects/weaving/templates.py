@@ -172,7 +172,8 @@ def _exits(shape: Shape, exits: list[int], result: str, error: str) -> list[str]
 def _delegate_async(call: str) -> list[str]:
     """Return ``yield from`` for an async generator: asend, athrow and aclose reach the inner one."""
     return [
-        f"inner = {call}",
+        "adapt = '<_adapted>'",  # first: Python warns about a call of a string
+        f"inner = adapt({call})",
         "try:",
         "    item = await inner.asend(None)",
         "    while True:",
@@ -194,7 +195,18 @@ def _indent(lines: list[str]) -> list[str]:
     return ["    " + line for line in lines]
 
 
+def _adapted(items: Any) -> Any:
+    """Return an async generator for what a hook has put in its place, any object with ``__aiter__``."""
+    return items if hasattr(items, "asend") else _generated(items)
+
+
+async def _generated(items: Any) -> Any:
+    async for item in items:
+        yield item
+
+
 # As constants: names would be looked up in the target's module, which may define the same ones.
 _CONSTANTS: dict[str, Any] = {
-    f"<{kind.__name__}>": kind for kind in (BaseException, Exception, GeneratorExit, StopAsyncIteration)
+    f"<{value.__name__}>": value
+    for value in (BaseException, Exception, GeneratorExit, StopAsyncIteration, _adapted)
 }

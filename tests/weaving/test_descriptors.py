@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import textwrap
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -101,6 +102,127 @@ def test_instances_do_not_have_a_hooked_method_of_the_metaclass(engine: Any) -> 
     assert "of" not in vars(engine.Made)
 
 
+def test_properties_of_enumerations(engine: Any) -> None:
+    source = """
+    import enum, types
+    class Color(enum.Enum):
+        RED = 1
+        @types.DynamicClassAttribute
+        def shade(self): return f"shade of {self.name}"
+    """
+    exec(textwrap.dedent(source), vars(engine))
+    raw, names = vars(engine.Color)["shade"], list(vars(engine.Color))
+    with aspects.woven(around("engine:Color.shade", hooked), around("engine:Color.value", hooked)):
+        assert engine.Color.RED.shade == ("hooked", "shade of RED")
+        assert (engine.Color.RED.value, engine.Color.RED.name) == (("hooked", 1), "RED")
+        assert engine.Color(1) is engine.Color.RED
+    assert engine.Color.RED.value == 1
+    assert vars(engine.Color)["shade"] is raw
+    assert list(vars(engine.Color)) == names
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="classmethods no longer bind what is in them")
+@pytest.mark.parametrize("name", ["prop", "twice", "static"])
+@pytest.mark.parametrize("owner", ["Base", "Derived"])
+def test_descriptors_in_a_classmethod(engine: Any, owner: str, name: str) -> None:
+    source = """
+    class Base:
+        prop = classmethod(property(lambda cls: cls.__name__))
+        twice = classmethod(classmethod(lambda cls: cls.__name__))
+        static = classmethod(staticmethod(lambda: "static"))
+    class Derived(Base): pass
+    """
+    exec(textwrap.dedent(source), vars(engine))
+
+    def read() -> Any:
+        found = getattr(engine.Derived, name)
+        return found if name == "prop" else found()
+
+    raw, bare = vars(engine.Base)[name], read()
+    with aspects.woven(around(f"engine:{owner}.{name}", hooked)):
+        assert read() == ("hooked", bare)
+        assert type(vars(getattr(engine, owner))[name].__func__) is type(raw.__func__)
+    assert read() == bare
+    assert vars(engine.Base)[name] is raw
+    assert name not in vars(engine.Derived)
+
+
+LAZY = """
+class lazy:
+    def __init__(self, function):
+        self.function = self.__wrapped__ = function
+    def __get__(self, instance, owner=None):
+        return self if instance is None else self.function(instance)
+class written(lazy):
+    def __set__(self, instance, value): instance.kept = value
+class slotted:
+    __slots__ = ("function", "calls")
+    def __init__(self, function): self.function, self.calls = function, []
+    def __get__(self, instance, owner):
+        return lambda *args: self.calls.append(args) or self.function(instance or owner, *args)
+class A:
+    kept = 1
+    @lazy
+    def size(self): return self.kept
+    @written
+    def both(self): return self.kept
+    @slotted
+    def bound(subject, x): return x
+class Sub(A): pass
+class Other(A):
+    @lazy
+    def size(self): return 3
+class Diamond(Sub, Other): pass
+"""
+
+
+@pytest.mark.parametrize("owner", ["A", "Sub"])
+def test_descriptors_of_other_packages_that_decorate_a_function(owner: str) -> None:
+    with module_of(LAZY) as module:
+        made, raw = getattr(module, owner)(), dict(vars(module.A))
+        if owner == "Sub":
+            with pytest.raises(
+                HookError, match=r"inherited lazy, and engine:Diamond has another.*engine:A\.size"
+            ):
+                aspects.weave(around("engine:Sub.size", hooked))
+            module.Diamond.__bases__ = (module.A,)
+        watch = Watch()
+        names = ("size", "both", "bound")
+        with aspects.woven(
+            *(around(f"engine:{owner}.{name}", hooked) for name in names), watch.on("engine:A.both")
+        ):
+            assert made.size == ("hooked", 1)
+            made.both = 5
+            assert made.both == ("hooked", 5)
+            assert made.bound(4) == ("hooked", 4)
+            assert raw["bound"].calls == [(4,)]
+            assert isinstance(getattr(module, owner).size, module.lazy)
+        assert watch.entered == [((made,), {})]
+        assert {name: vars(module.A)[name] for name in names} == {name: raw[name] for name in names}
+        assert (made.size, made.both, made.bound(6)) == (5, 5, 6)
+
+
+def test_a_descriptor_that_computes_what_cannot_be_called(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As lazy properties do: which function computes it cannot be seen from outside."""
+
+    class Lazy:
+        def __get__(self, instance: Any, owner: Any = None) -> str:
+            return "computed"
+
+    engine.A.computed = Lazy()
+    engine.A.mocked = unittest.mock.PropertyMock(return_value=5)
+    made = engine.A()
+    with aspects.woven(around("engine:A.computed", hooked)):
+        assert [made.computed, made.computed] == ["computed", "computed"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "engine:A.computed gives a str, which is not called, so its hooks do not run; hook what makes it"
+    ]
+    with pytest.raises(HookError, match=r"mocked is PropertyMock .*, which is read, so not hooked"):
+        aspects.weave(around("engine:A.mocked", hooked))
+
+
 @pytest.fixture
 def odd() -> Iterator[Any]:
     with module_of(ODD_DESCRIPTORS) as module:
@@ -140,6 +262,23 @@ def test_a_copy_in_such_a_descriptor_is_rebound(odd: Any, name: str) -> None:
         assert type(vars(odd.A)[name]) is type(raw)
 
 
+def test_a_descriptor_that_cannot_be_called_but_binds(odd: Any) -> None:
+    seen: list[Any] = []
+
+    def look(original: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((args, kwargs))
+        return original(*args, **kwargs)
+
+    raw, made = vars(odd.A)["bound"], odd.A()
+    bare = [made.bound(5), odd.A.bound(x=6)]
+    with aspects.woven(around("engine:A.bound", look), around("engine:A.raising", look)):
+        assert [made.bound(5), odd.A.bound(x=6)] == bare == [("instance", 5), ("A", 6)]
+        with pytest.raises(RuntimeError, match="not now"):
+            _ = made.raising
+    assert seen == [((made, 5), {}), ((odd.A,), {"x": 6})]
+    assert vars(odd.A)["bound"] is raw
+
+
 @pytest.fixture
 def small() -> Iterator[Any]:
     with module_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): return 'm'\n") as module:
@@ -177,3 +316,26 @@ def test_parts_of_a_property_that_are_hooked_at_once() -> None:
                 assert made.p == 5
             assert seen == [(5,), ()] * 2
         assert vars(module.C)["p"] is vars(module.D)["p"] is raw
+
+
+def test_a_hook_that_removes_a_staticmethod_copy_gives_the_identical_descriptor_back(odd: Any) -> None:
+    class Owner:
+        method = staticmethod(odd.f)
+        through_class: Any = classmethod(odd.f)
+
+    before = (vars(Owner)["method"], vars(Owner)["through_class"])  # a tuple is not rebound
+    with aspects.woven(around("engine:f", hooked)):
+        assert Owner.method(1) == ("hooked", ("f", 1))
+        assert Owner.through_class() == ("hooked", ("f", Owner))
+        assert vars(Owner)["method"] is not before[0]
+    assert vars(Owner)["method"] is before[0]
+    assert vars(Owner)["through_class"] is before[1]
+    assert before[0].__func__ is before[1].__func__ is odd.f
+
+
+def test_singledispatchmethod_keeps_registering(engine: Any) -> None:
+    with aspects.woven(around("engine:A.dispatched", hooked)):
+        engine.A.dispatched.register(str, lambda self, x: ("str", x))
+        assert engine.A().dispatched("x") == ("hooked", ("str", "x"))
+        assert engine.A().dispatched.register
+    assert engine.A().dispatched("x") == ("str", "x")

@@ -286,6 +286,11 @@ CASES = [
     Case("Base.prop.fset", ["setattr(b := Base(0), 'prop', 9) or b.prop"], ["(self, 9), {}"]),
     Case("Base.prop.fdel", ["delattr(b := Base(0), 'prop') or b.prop"], ["(self,), {}"]),
     Case("Base.lazy", ["Base(1).lazy", "(b := Base(1)).lazy is b.lazy", "Base.lazy.attrname"]),
+    Case("Base.fixed", ["Base(1).fixed(2)", "Base.fixed(Base(1), b=3)"], ["(self, 2), {}"]),
+    Case("Base.by_type", ["Base(1).by_type(1)", "Base(1).by_type('x')", "Base.by_type.__doc__"],
+         ["(self, 1), {}", "(self, 'x'), {}"]),
+    Case("Base.class_by_type", ["Base.class_by_type(1)", "Sub.class_by_type('x')", "Sub(1).class_by_type(2)"],
+         ["(Base, 1), {}", "(Sub, 'x'), {}", "(Sub, 2), {}"]),
     Case("Base.cached_method", ["Base(1).cached_method(2)"], ["(self, 2), {}"]),
     Case("Base.getitem", ["Base(1).getitem([5])"], ["([5],), {}"]),
     Case("Base.static_cached", ["Base(1).static_cached(5)", "Base.static_cached(6)"],
@@ -765,12 +770,6 @@ class Diamond(Sub, Other): pass
         assert engine.Diamond.s() == "Other"
 
 
-@pytest.mark.parametrize("name", ["fixed", "by_type", "class_by_type"])
-def test_what_only_binds_and_cannot_be_called_is_refused(engine: Any, name: str) -> None:
-    with pytest.raises(aspects.AspectsError, match="which cannot be called, so not hooked"):
-        aspects.weave(around(f"engine:Base.{name}"))
-
-
 def test_bound_methods_of_an_inherited_method_follow_for_that_class_only(engine: Any) -> None:
     plain, base = engine.Plain(0), engine.Base(0)
     plain.cached, base.cached = plain.method, base.method
@@ -960,6 +959,7 @@ def test_attributes_that_a_module_makes_when_it_is_asked() -> None:
         assert front.asked == ["f", "C", "no"]
         assert [state.value for state in handle.states] == ["woven", "woven", "pending"]
         handle.remove()
+        assert "f" not in vars(front)
         assert vars(front)["__getattr__"] is function
         assert front.f is behind.f is other
 

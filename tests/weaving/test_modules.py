@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -46,6 +47,25 @@ def test_modules_under_names_that_are_not_strings(engine: Any) -> None:
     finally:
         for key in keys:
             del sys.modules[key]
+
+
+def test_a_reload_that_fails_halfway_leaves_no_function_without_its_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    path = tmp_path / "reloaded.py"
+    path.write_text("def f(): return 1\ndef g(): return 1\n")
+    reloaded = importlib.import_module("reloaded")
+    try:
+        with aspects.woven(around("reloaded:f", hooked), around("reloaded:g", hooked)):
+            path.write_text("def f(): return 'second'\nraise RuntimeError\ndef g(): return 'second'\n")
+            with pytest.raises(RuntimeError):
+                importlib.reload(reloaded)
+            assert (reloaded.f(), reloaded.g()) == (("hooked", "second"), ("hooked", 1))
+        assert (reloaded.f(), reloaded.g()) == ("second", 1)
+    finally:
+        del sys.modules["reloaded"]
 
 
 def test_c_code_that_imports_is_observed() -> None:
@@ -171,3 +191,40 @@ def test_a_lazy_module_is_woven_when_it_is_asked(written: str) -> None:
             assert dict(vars(classes._LazyModule)) == before
         finally:
             del sys.modules["lazy_front"]
+
+
+def test_a_hook_that_comes_while_another_thread_has_found_but_not_made_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That thread called our finder before there was a hook."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "late.py").write_text("def f(): return []\ndef call(): return f()\n")
+    found, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        """Stands between the search and the module: finders after ours hand on what they find."""
+
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+            if name != "late":
+                return None
+            spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+            found.set()
+            assert go_on.wait(60)
+            return spec
+
+    finder = Slow()
+    with aspects.woven(around("something_else:f")):
+        sys.meta_path.insert(1, finder)
+        try:
+            thread = threading.Thread(target=lambda: importlib.import_module("late"))
+            thread.start()
+            assert found.wait(60)
+            threading.Timer(0.01, go_on.set).start()
+            with aspects.woven(around("late:f", hooked)) as handle:
+                thread.join(60)
+                assert [advice.state for advice in handle.advices] == [State.WOVEN]
+                assert importlib.import_module("late").call() == ("hooked", [])
+        finally:
+            go_on.set()
+            sys.meta_path.remove(finder)
+            sys.modules.pop("late", None)

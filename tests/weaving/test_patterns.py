@@ -213,3 +213,11 @@ def test_a_pattern_reaches_what_functools_makes(methods: Any) -> None:
     with aspects.woven(around("engine:*", hooked), around("engine:A.*", hooked)):
         assert methods.cached() == ("hooked", "cached")
         assert methods.A().lazy == ("hooked", "lazy")
+        assert methods.A().dispatched(1) == ("hooked", "dispatched")
+
+
+def test_a_name_is_normalised_as_python_does_it() -> None:
+    """The sign for micro on a keyboard is not the letter that Python reads."""
+    source = "def \u00b5_batch(): return 'batch'"
+    with module_of(source) as module, aspects.woven(around("engine:\u00b5_batch", hooked)):
+        assert vars(module)["\u03bc_batch"]() == ("hooked", "batch")
