@@ -248,6 +248,15 @@ class Requests(Protocol):
     @property
     def requests(self) -> Mapping[str, TracedRequest]: ...
 
+    def queued(self, rid: str) -> Any:
+        """Open a request that the engine got, in the phase ``queue``."""
+
+    def launched(self, request: Any, now: int) -> None:
+        """Close the queue phase: the engine works on the prompt."""
+
+    def prompt_done(self, rid: str, tokens: int, start_ns: int, problem: str) -> None:
+        """End the prompt, which was fed to the model as a whole."""
+
     def begins_in(self, rid: str, phase: str, after_prefill: str = ...) -> None:
         """Relabel the queue phase: since it was queued the request has been in this phase."""
 
@@ -268,6 +277,9 @@ class Lifecycle(Protocol):
 
     @property
     def requests(self) -> Requests: ...
+
+    def is_recording(self) -> bool:
+        """Return whether requests are recorded now."""
 
     def current_request(self) -> tuple[int, int, bool] | None:
         """Return trace id, span id and sampled flag of the request that the current span belongs to."""

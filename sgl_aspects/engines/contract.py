@@ -55,11 +55,6 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "verify_drafts": ("drafts",),  # of all of them, drafted and accepted: see ``req.drafts``
     "compile_grammar": ("req", "kind", "waits"),
     "grammar_ready": ("reqs",),
-    # A request that one thread works on alone, without a scheduler.
-    "queue_alone": ("rid", "key"),
-    "run_alone": ("key", "prompt_tokens", "output_tokens", "finish_reason"),
-    "prefill_alone": (),
-    "last_output_alone": (),
     # A batch.
     "receive_messages": ("scheduler",),
     "schedule": (),
@@ -293,6 +288,8 @@ ATTRIBUTES: Mapping[str, frozenset[str]] = {
 
 def check_role(role: str) -> None:
     """:raises ConfigError: there is no such role."""
+    if role.endswith("_alone"):  # of earlier versions
+        raise ConfigError(f"{role!r} is watched by an engine's own observers: see observers and own_roles")
     _check("role", role, ROLES)
 
 

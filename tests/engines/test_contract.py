@@ -72,6 +72,10 @@ def test_observers_read_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
             {"attributes": {"batch.moed": "mode"}},
             "'moed' is not a known attribute of 'batch'; did you mean 'mode'",
         ),
+        (
+            {"roles": {"run_alone": Role(("hare:run",))}},
+            "'run_alone' is watched by an engine's own observers: see observers and own_roles",
+        ),
         ({"attributes": {"bunny.mode": "mode"}}, "'bunny' is not a known kind of object; choose from"),
         (
             {"own_roles": {"run_batch": Role(("hare:run",))}},

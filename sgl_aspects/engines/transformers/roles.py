@@ -1,7 +1,7 @@
 """transformers 5.19: which functions of `transformers serve` play which role.
 
 One process. With continuous batching a thread of its own schedules and runs batches; without, it runs one
-request after the other (the roles with "alone"), and there are no steps.
+request after the other (:mod:`.alone`), and there are no steps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from sgl_aspects.engines.base import Engine, Outcome, Role
 from sgl_aspects.engines.device import platform_of
+from sgl_aspects.engines.transformers.alone import ROLES, AloneObserver, end_reason, prompt_length
 
 _SERVING = "transformers.cli.serving"
 _MANAGERS = f"{_SERVING}.utils:*GenerateManager"
@@ -32,27 +33,11 @@ def _generation(streams: bool) -> Callable[..., Any]:
     )
 
 
-def _prompt_length(inputs: Any) -> int:
-    ids = inputs["input_ids"]
-    return len(ids) if isinstance(ids, list) else int(ids.shape[-1])
-
-
 def _counts(answer: tuple[Any, Any]) -> tuple[int, int | None, None]:
     """Return counts from an answer: a queue and a streamer, or a text, the prompt's length and the tokens."""
     generation, given = answer
     output = None if given is None else int(given[1].total_tokens) if generation.streams else len(given[2])
-    return _prompt_length(generation.inputs), output, None
-
-
-def _generated(args: Any, kwargs: dict[str, Any], result: Any = None) -> int | None:
-    """Return the number of new tokens so far; a result includes the prompt."""
-    if kwargs.get("streamer") is not None:
-        return int(kwargs["streamer"].total_tokens)
-    return None if result is None else int(result.shape[-1]) - _prompt_length(kwargs)
-
-
-def _reason(count: int | None, most: int | None) -> str:
-    return "length" if most is not None and (count or 0) >= most else "stop"
+    return prompt_length(generation.inputs), output, None
 
 
 def _batch(args: Any, kwargs: dict[str, Any], result: Any = None) -> Any:
@@ -84,16 +69,15 @@ def _output_tokens(state: Any) -> int:
 
 
 def _end_reason(state: Any) -> str:
-    return "error" if state.error is not None else _reason(len(state.generated_tokens), state.max_new_tokens)
+    if state.error is not None:
+        return "error"
+    return end_reason(len(state.generated_tokens), state.max_new_tokens)
 
 
-_QUEUED = {"rid": _rid, "key": lambda *call: id(_settings(*call))}
-_RUN: dict[str, Callable[..., Any]] = {
-    "key": lambda args, kwargs, *_: id(kwargs.get("generation_config")),
-    "prompt_tokens": lambda args, kwargs, *_: _prompt_length(kwargs),
-    "output_tokens": _generated,
-    "finish_reason": lambda *call: _reason(_generated(*call), call[1]["generation_config"].max_new_tokens),
-}
+def _queued(*call: Any) -> tuple[str, Any]:
+    return _rid(*call), _settings(*call)
+
+
 _SERVED = {"manager": lambda args, *_: args[0].model_manager.force_model or args[1].get("model")}
 _PROCESSED = {"batch": _batch, "scheduler": lambda args, *_: args[0].scheduler}
 
@@ -107,10 +91,6 @@ TRANSFORMERS = Engine(
             (f"{_MANAGERS}.generate_non_streaming",), reads={"request": _generation(False)}
         ),
         "begin_stream": Role((f"{_MANAGERS}.generate_streaming",), reads={"request": _generation(True)}),
-        "queue_alone": Role((f"{_SERVING}.utils:GenerateManager.generate_*streaming",), reads=_QUEUED),
-        "run_alone": Role((f"{_MODEL}.generate",), reads=_RUN),
-        "prefill_alone": Role((f"{_MODEL}._prefill",)),
-        "last_output_alone": Role((f"{_SERVING}.utils:DirectStreamer.end",)),
         "add_request": Role((f"{_SCHEDULER}.add_waiting_request",), ("scheduler:self", "message:state")),
         "end_scheduled_request": Role((f"{_SCHEDULER}.finish_request",), reads={"req": _ended}),
         "cancel_requests": Role((f"{_SCHEDULER}.clear_cancelled_requests",)),
@@ -137,9 +117,9 @@ TRANSFORMERS = Engine(
         "request.ends_with_exchange": "streams",
         "request.max_tokens": "settings.max_new_tokens",
         **{f"request.{name}": f"settings.{name}" for name in ("temperature", "top_p", "top_k")},
-        "tokenized.count": _prompt_length,
+        "tokenized.count": prompt_length,
         "outputs.counts": _counts,
-        "outputs.reason": lambda answer: _reason(_counts(answer)[1], answer[0].settings.max_new_tokens),
+        "outputs.reason": lambda answer: end_reason(_counts(answer)[1], answer[0].settings.max_new_tokens),
         "message.rid": "request_id",
         "req.rid": lambda req: (req.state if hasattr(req, "state") else req).request_id,
         "req.finish_reason": _end_reason,
@@ -154,4 +134,6 @@ TRANSFORMERS = Engine(
         "model_runner.platform": lambda model: platform_of(str(model.device)),
     },
     outcomes={"_GenerationCancelled": Outcome.ABORTED},
+    own_roles=ROLES,
+    observers=lambda trackers: AloneObserver(trackers, _queued).observations(),
 )

@@ -35,6 +35,10 @@ class Trackers(NamedTuple):
             engine, recorder, options, process, calls, requests, StepTracker(recorder, options.measures)
         )
 
+    def is_recording(self) -> bool:
+        """Return whether requests are recorded now."""
+        return self.recorder.level > 0
+
     def current_request(self) -> tuple[int, int, bool] | None:
         """Return trace id, span id and sampled flag of the request that the current span belongs to."""
         span = innermost()

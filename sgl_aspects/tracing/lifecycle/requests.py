@@ -172,6 +172,12 @@ class RequestTracker:
             if chunk.is_last and not problem and not request.phase and request.rid in self.requests:
                 self._open(request, request.after_prefill, end_ns)
 
+    def prompt_done(self, rid: str, tokens: int, start_ns: int, problem: str = "") -> None:
+        """End a prompt that was fed to the model as a whole, of a request in no batch."""
+        request = self.requests.get(rid)
+        if request is not None:
+            self.prefilled([Chunk(None, request, tokens, start_ns, True)], problem)
+
     def preempted(self, rid: str, output_tokens: int | None) -> None:
         """Put a request back in the queue: memory ran short; prompt and output will be prefilled again."""
         request = self.requests.get(rid)

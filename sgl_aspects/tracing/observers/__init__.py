@@ -18,7 +18,6 @@ from sgl_aspects.engines import Engine, Role, find_engines
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.context import OpenSpan, add_source, bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.observers.alone import AloneObserver
 from sgl_aspects.tracing.observers.calling import CallingObserver
 from sgl_aspects.tracing.observers.detail import DetailObserver
 from sgl_aspects.tracing.observers.draft import DraftObserver
@@ -39,7 +38,6 @@ _SOURCE = aspects.HookSource("tracing", "sgl-aspects")
 _OBSERVERS: tuple[Callable[[Trackers], Any], ...] = (
     ProcessObserver,
     QueueObserver,
-    AloneObserver,
     StepObserver,
     PreparationObserver,
     DetailObserver,
