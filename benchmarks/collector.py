@@ -138,7 +138,7 @@ def whole(level: int, metrics: str, servers: int = 4) -> Stage:
         settings |= {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
         for requests in 300, 4300:
             with _full_rings(level, servers, requests) as folder:
-                command = [sys.executable, "-m", "sgl_aspects.tracing.collector", folder]
+                command = [sys.executable, "-m", "sgl_aspects.collector", folder]
                 process = subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE)
                 assert process.stdout is not None
                 spans.append(TraceSummary.from_json(process.stdout.read().decode()).exported["otlp"])

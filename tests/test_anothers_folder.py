@@ -132,7 +132,7 @@ def test_root_collects_no_run_of_another_user(ring: Path, folders: Shared) -> No
     (ring.parent / "collector.json").write_text(json.dumps(settings))
     (ring.parent / "collector.lock").symlink_to(kept)
     give_away(ring.parent)
-    command = isolated.python("sgl_aspects.tracing.collector", str(ring.parent))
+    command = isolated.python("sgl_aspects.collector", str(ring.parent))
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert f"the run is user {NOBODY}'s: start its collector as that user" in done.stderr
     assert kept.read_text() == "precious " * 9

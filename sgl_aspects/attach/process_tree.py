@@ -17,7 +17,7 @@ _HELPERS = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
     "torch._inductor.compile_worker",
-    "sgl_aspects.tracing.collector",
+    "sgl_aspects.collector",
     "sgl_aspects.attach",
 )
 _SPAWNED = ("multiprocessing.spawn", "--multiprocessing-fork")

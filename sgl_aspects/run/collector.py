@@ -109,7 +109,7 @@ def _lock(descriptor: int, byte: int) -> None:
 def how_to_start(folder: str | Path) -> str:
     """Return the command that starts a collector again, and the variables that it needs."""
     # From / since Python imports from the current folder first, in which others may have put files.
-    command = f"start it again with cd / && {sys.executable} -m sgl_aspects.tracing.collector {folder}"
+    command = f"start it again with cd / && {sys.executable} -m sgl_aspects.collector {folder}"
     unsaved = unsaved_settings(str(folder))
     return f"set {', '.join(unsaved)}, which are not saved, and {command}" if unsaved else command
 
@@ -172,7 +172,7 @@ class CollectorProcess:
         try:
             keep_collector_settings(folder, environment)
             mark = str(Path(folder, _RESTARTED))
-            command = isolated.python("sgl_aspects.tracing.collector", folder, str(report_writer))
+            command = isolated.python("sgl_aspects.collector", folder, str(report_writer))
             subprocess.run(
                 [sys.executable, "-I", "-S", _KEEPER, str(report_writer), mark, *command],
                 env=environment,

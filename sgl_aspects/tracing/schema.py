@@ -99,6 +99,9 @@ HEADER_REQUEST_ID = "http.request.header.x-request-id"
 
 #: Whom the request was for, by the header or baggage entry that SGL_ASPECTS_TRACE_TENANT names.
 TENANT = "sgl_aspects.tenant"
+#: Of a slow request: seconds, by cause (analysis/causes.py); and the ids of requests that delayed it.
+CAUSE_PREFIX = "sgl_aspects.cause."
+CULPRITS = "sgl_aspects.cause.culprits"
 
 # -- attributes of a process's resource ----------------------------------------------------------------
 

@@ -10,6 +10,7 @@
 ``SGL_ASPECTS_CONTROL_FROM``            a file or an address with levels for many hosts (run/fleet.py)
 ``SGL_ASPECTS_TRACE_KEEP_FAILED``       failed requests are kept regardless of the sampling (on)
 ``SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN``  and those that took this many seconds or more (unset: none)
+``SGL_ASPECTS_TRACE_CAUSES``            requests that took this many seconds or more say why (unset: none)
 ``SGL_ASPECTS_TRACE_REDACT``            module:function, from text to text, for prompts and answers, which
                                         ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` turns on
 ``SGL_ASPECTS_TRACE_TENANT``            whom a request is for: the name of a header, or baggage:KEY (unset)
@@ -117,6 +118,7 @@ class TraceSettings:
     takes_context: bool = True
     keep_failed: bool = True
     keep_slower_than: float | None = None
+    causes_slower_than: float | None = None
     content: ContentCapture | None = None
     tenant: str | None = None
     endpoint: str | None = None
@@ -160,6 +162,7 @@ class TraceSettings:
             takes_context=takes_callers_context(),
             keep_failed=env.flag("SGL_ASPECTS_TRACE_KEEP_FAILED", True),
             keep_slower_than=env.number("SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN"),
+            causes_slower_than=env.number("SGL_ASPECTS_TRACE_CAUSES"),
             content=ContentCapture.from_environment(),
             tenant=_tenant(env.text("SGL_ASPECTS_TRACE_TENANT")),
             endpoint=endpoint,

@@ -154,7 +154,7 @@ def test_a_process_detaches_by_itself_when_its_records_are_no_longer_read(tmp_pa
         run = _run_of(process)
         wait_until((run / "collector.lock").exists)
         wait_until(lambda: _kill(f"sgl_aspects.attach.operation {run}"))  # it may not have started yet
-        wait_until(lambda: _kill(f"sgl_aspects.tracing.collector {run}"))
+        wait_until(lambda: _kill(f"sgl_aspects.collector {run}"))
         kill_command(process)
         wait_until(lambda: program.states[-1:] == ["original"])
         assert program.lives()

@@ -25,7 +25,7 @@ from tests.support.processes import wait_until
 pytestmark = [pytest.mark.attach, pytest.mark.usefixtures("ptrace")]
 
 
-_STARTED = ("sgl_aspects.tracing.collector", "sgl_aspects.attach.operation")
+_STARTED = ("sgl_aspects.collector", "sgl_aspects.attach.operation")
 
 
 def test_all_that_the_command_starts_but_the_one_that_stops_threads_is_the_users(

@@ -62,7 +62,7 @@ def _parent() -> socket.socket:
 def _serve(asked: socket.socket) -> None:
     import gc
 
-    import sgl_aspects.tracing.collect.process
+    import sgl_aspects.collector
     import sgl_aspects.tracing.export.otlp  # noqa: F401
 
     gc.freeze()
@@ -101,7 +101,7 @@ def _keep(files: list[int], words: list[str], env: dict[str, str], folder: str) 
 def _collect(command: list[str]) -> int:
     if child := os.fork():
         return child
-    from sgl_aspects.tracing.collect.process import main
+    from sgl_aspects.collector import main
 
     code = 1
     try:

@@ -363,7 +363,7 @@ def test_a_collector_that_is_started_again_by_hand_repeats_nothing_that_was_deli
     wait_until(lambda: file.exists() and '"ended"' in file.read_text() and has_delivered(session))
     kill_collector_for_good(session)
     begin(session, "without a collector")()
-    command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
+    command = [sys.executable, "-m", "sgl_aspects.collector", session.run_folder]
     settings = Path(session.run_folder, "collector.json")
     assert settings.stat().st_mode & 0o777 == 0o600
     # The run folder has the traces' destination.

@@ -248,5 +248,5 @@ def size_of(file: Path) -> int:
 def start_collector(session: TraceSession) -> subprocess.Popen[bytes]:
     environment = session.settings.collector_environment()
     environment["OTEL_BSP_SCHEDULE_DELAY"] = "200"
-    command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
+    command = [sys.executable, "-m", "sgl_aspects.collector", session.run_folder]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)

@@ -246,7 +246,7 @@ def test_a_collector_started_again_counts_nothing_twice(
         wait_until(lambda: page(port) == "")
         record_request(session, tokens=2)
         again = subprocess.Popen(
-            [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder],
+            [sys.executable, "-m", "sgl_aspects.collector", session.run_folder],
             env={
                 **os.environ,
                 "SGL_ASPECTS_TRACE": "off",

@@ -280,7 +280,7 @@ def test_a_collector_that_comes_anew_keeps_whole_traces(tmp_path: Path) -> None:
     begin(session, "seen")()
     wait_until(lambda: file.exists() and '"seen"' in file.read_text())
     kill_collector_for_good(session)
-    command = [sys.executable, "-m", "sgl_aspects.tracing.collector", session.run_folder]
+    command = [sys.executable, "-m", "sgl_aspects.collector", session.run_folder]
     environment = session.settings.collector_environment()
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as again:
         request = failing("abort")

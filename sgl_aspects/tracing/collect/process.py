@@ -1,6 +1,6 @@
 """The collector: follows the records of a run and exports them as OpenTelemetry spans.
 
-    python -m sgl_aspects.tracing.collector RUN_FOLDER [REPORT_FD]
+    python -m sgl_aspects.collector RUN_FOLDER [REPORT_FD]
 
 Started by the first process of a run, in a session of its own. One that is killed is restarted once (by
 :mod:`sgl_aspects.run.keeper`), and later by hand: it reads the first one's settings from the run folder and
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
@@ -59,6 +59,8 @@ from sgl_aspects.tracing.variables import (
 )
 
 _Made = TypeVar("_Made")
+#: Makes what adds to joined spans, before they are exported; None: nothing does.
+Explainer: TypeAlias = "Callable[[TraceSettings], Callable[[list[CollectedSpan]], None] | None]"
 
 # The session's priority, as a nice value, while the collector keeps up.
 _LOW = 10
@@ -94,9 +96,17 @@ class SessionRank:
 class Collector:
     """Reads a run folder until the run ends."""
 
-    def __init__(self, folder: str, settings: TraceSettings, *, is_restarted: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str,
+        settings: TraceSettings,
+        *,
+        explainer: Explainer | None = None,
+        is_restarted: bool = False,
+    ) -> None:
         self._folder = folder
         self._settings = settings
+        self._explain = explainer and explainer(settings)
         self._is_restarted = is_restarted
         self._reader = RunReader(folder, keeps_all=settings.keep_run_folder)
         self._is_terminated = False
@@ -205,6 +215,8 @@ class Collector:
 
     def _offer(self) -> None:
         """Passes the joined spans on."""
+        if self._explain is not None:
+            self._explain(self._spans)
         for pipeline in self._pipelines:
             pipeline.offer(self._spans)
         self._spans.clear()
@@ -315,17 +327,19 @@ def _collect_garbage_seldom() -> None:
     gc.set_threshold(200_000, 20, 20)
 
 
-def _start(folder: str, settings: TraceSettings, is_restarted: bool) -> Collector:
+def _start(
+    folder: str, settings: TraceSettings, explainer: Explainer | None, is_restarted: bool
+) -> Collector:
     """Build the exporters; raises ``ConfigError`` for settings that an exporter or the SDK rejects."""
     try:
-        return Collector(folder, settings, is_restarted=is_restarted)
+        return Collector(folder, settings, explainer=explainer, is_restarted=is_restarted)
     except ConfigError:
         raise
     except Exception as error:
         raise _refused(error) from error
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], explainer: Explainer | None = None) -> int:
     if not 1 <= len(arguments) <= 2:
         print(__doc__, file=sys.stderr)
         return 2
@@ -351,7 +365,7 @@ def main(arguments: Sequence[str]) -> int:
         _collect_garbage_seldom()
         # Not its own: closing any descriptor of its lock's file would unlock it.
         clean_up(folder)
-        collector = _start(folder, settings, is_restarted)
+        collector = _start(folder, settings, explainer, is_restarted)
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         # Not ranked low sooner: on busy processors a short run would end before the collector starts.

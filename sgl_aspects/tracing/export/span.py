@@ -64,11 +64,21 @@ class CollectedSpan(NamedTuple):
     links: Sequence[RootContext]
     status: Status
 
+    def with_attributes(self, more: Mapping[str, AttributeValue]) -> CollectedSpan:
+        """Return the same span with these attributes, too, within the limit of its own."""
+        known: Any = self._known()
+        if not isinstance(known, BoundedAttributes):
+            return self._replace(attributes={**known, **more})
+        bounded: Any = BoundedAttributes(known.maxlen, {**known, **more}, max_value_len=known.max_value_len)
+        bounded.dropped += known.dropped
+        return self._replace(attributes=bounded)
+
+    def _known(self) -> Mapping[str, AttributeValue]:
+        return dict(zip(self.names, self.values)) if self.attributes is None else self.attributes
+
     def readable(self) -> ReadableSpan:
         """Return OpenTelemetry's form of it."""
-        known: Any = self.attributes
-        if known is None:
-            known = dict(zip(self.names, self.values))
+        known: Any = self._known()
         if not isinstance(known, BoundedAttributes):
             known = {name: encodable(value) for name, value in known.items() if value is not None}
         root = self.root

@@ -1,0 +1,129 @@
+"""Causes as attributes of the spans of slow requests, while the run's collector hands spans on."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from opentelemetry.trace import SpanKind, StatusCode
+
+from sgl_aspects.analysis.causes import Causes, Explanation
+from sgl_aspects.analysis.spans import Span
+from sgl_aspects.tracing import schema
+from sgl_aspects.tracing.collect.roots import Root
+from sgl_aspects.tracing.export.span import CollectedSpan
+
+# Those that causes are read from, beside the requests.
+_READ = {
+    *(one.name for one in (schema.STEP, schema.FORWARD, schema.TOKENIZE, schema.QUEUE, schema.GRAMMAR)),
+    *(one.name for one in (schema.BOOTSTRAP, schema.KV_TRANSFER, schema.PREFILL, schema.DECODE)),
+    schema.DETOKENIZE.name,
+}
+# Cap on spans held, and on requests known: some kilobytes for each step of the last minutes.
+_MOST = 50_000
+# Of the requests that end at once, the slowest are explained, and in no more than this share of the time.
+_AT_ONCE, _SHARE = 10, 0.2
+_CULPRITS = 3
+
+
+class SlowRequests:
+    """Explains requests that took ``seconds`` or more, from the latest spans of their run.
+
+    One that began before the held spans gets no causes, nor one that ends while there is no time for it.
+    """
+
+    def __init__(self, seconds: float, most: int = _MOST) -> None:
+        self._slow_ns, self._most = seconds * 1e9, most
+        self._held: deque[Span] = deque()
+        self._requests: dict[str, Span] = {}  # by trace id
+        self._complete_since = 0
+        self._pause_until = 0.0
+
+    def explain(self, spans: list[CollectedSpan]) -> None:
+        """Replace those of slow requests in the list, each of which ended after its children."""
+        slow: list[int] = []
+        for index, span in enumerate(spans):
+            if span.kind is SpanKind.SERVER:
+                request = _read(span)
+                self._requests[request.trace_id] = request
+                is_slow = span.end_ns - span.start_ns >= self._slow_ns
+                if is_slow and span.start_ns >= self._complete_since:
+                    slow.append(index)
+            elif span.name in _READ:
+                self._hold(span)
+        began = time.monotonic()
+        if not slow or began < self._pause_until:
+            return
+        slow = sorted(slow, key=lambda index: spans[index].start_ns - spans[index].end_ns)[:_AT_ONCE]
+        since = min(spans[index].start_ns for index in slow)
+        requests = [each for each in self._requests.values() if each.end_ns >= since]
+        causes = Causes([*requests, *(span for span in self._held if span.end_ns >= since)])
+        ids = {each.span_id: str(each.attributes.get(schema.REQUEST_ID, "")) for each in requests}
+        for index in slow:
+            found = causes.explain(_read(spans[index]))
+            spans[index] = spans[index].with_attributes(_attributes_of(found, ids))
+        self._pause_until = time.monotonic() + (time.monotonic() - began) * (1 / _SHARE - 1)
+
+    def _hold(self, span: CollectedSpan) -> None:
+        held = _read(span)
+        self._held.append(held)
+        if held.trace_id not in self._requests and isinstance(span.root, Root) and span.root.begin:
+            self._requests[held.trace_id] = _under_way(span.root, held)
+        if len(self._held) > self._most:
+            self._complete_since = max(self._complete_since, self._held.popleft().end_ns)
+        if len(self._requests) > self._most:
+            del self._requests[next(iter(self._requests))]
+
+
+def _read(span: CollectedSpan) -> Span:
+    known = zip(span.names, span.values) if span.attributes is None else span.attributes.items()
+    resource = span.resource.attributes
+    process_id = resource.get("process.pid")
+    return Span(
+        name=span.name,
+        trace_id=f"{span.root.trace_id:032x}",
+        span_id=f"{span.span_id:016x}",
+        parent_id=f"{span.parent_id:016x}",
+        is_server=span.kind is SpanKind.SERVER,
+        start_ns=span.start_ns,
+        end_ns=span.end_ns,
+        attributes={name: value for name, value in known if value is not None},
+        links=tuple(f"{root.span_id:016x}" for root in span.links),
+        process_id=process_id if isinstance(process_id, int) else 0,
+        is_error=span.status.status_code is StatusCode.ERROR,
+        host=str(resource.get("host.name", "")),
+    )
+
+
+def _under_way(root: Root, child: Span) -> Span:
+    """Return a request whose end is not known yet."""
+    decider = root.group or root
+    assert decider.begin is not None
+    begin = decider.begin
+    return Span(
+        name=begin.name,
+        trace_id=child.trace_id,
+        span_id=f"{decider.span_id:016x}",
+        parent_id="",
+        is_server=True,
+        start_ns=begin.start_ns,
+        end_ns=1 << 63,
+        attributes={schema.REQUEST_ID: begin.request_id, **begin.attributes},
+        links=(),
+        host=child.host,
+    )
+
+
+def _attributes_of(found: Explanation, ids: dict[str, str]) -> dict[str, float | list[str]]:
+    """Return seconds by cause, and the ids of the requests that delayed it most, the worst first."""
+    shares: dict[str, float] = {}
+    for culprits in found.culprits.values():
+        for span_id, seconds in culprits.items():
+            shares[span_id] = shares.get(span_id, 0.0) + seconds
+    attributes: dict[str, float | list[str]] = {
+        schema.CAUSE_PREFIX + cause.name.lower(): seconds for cause, seconds in found.ranked()
+    }
+    if shares:
+        worst = sorted(shares, key=lambda span_id: -shares[span_id])[:_CULPRITS]
+        attributes[schema.CULPRITS] = [ids[span_id] for span_id in worst]
+    return attributes

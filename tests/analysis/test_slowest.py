@@ -1,0 +1,76 @@
+"""Causes on the spans of slow requests, as the collector exports them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_aspects.analysis.causes import Cause, Causes
+from sgl_aspects.analysis.spans import Span, read_spans
+from sgl_aspects.runtime import Engine, SamplingParams
+from sgl_aspects.tracing import attach, schema
+from tests.support.tiny_models import make_llama
+
+pytestmark = pytest.mark.usefixtures("forked_collectors", "forked_schedulers")
+
+SLOW = 0.25
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_llama(folder, max_position_embeddings=8192)
+    return folder
+
+
+def exported(model: Path, file: Path) -> list[Span]:
+    """The spans of a run in which a request with a long prompt delays one that decodes."""
+    with (
+        attach(level=3, exporters=["otlp-json-file"], file=str(file)),
+        Engine(
+            model_path=model,
+            max_total_tokens=16384,
+            prefix_cache=False,
+            chunked_prefill_size=4096,
+            max_running_requests=8,
+        ) as engine,
+    ):
+        engine.generate([5] * 8, SamplingParams(max_new_tokens=4))  # first calls are slow
+        few = SamplingParams(max_new_tokens=4, ignore_eos=True)
+        chunks = iter(engine.submit([7] * 8, few, rid="decoding"))
+        next(chunks)
+        # It ends last: the request that it delays has ended before.
+        long = engine.submit([9] * 3000, SamplingParams(max_new_tokens=12, ignore_eos=True), rid="long")
+        list(chunks)
+        long.result()
+        engine.generate([5] * 8, SamplingParams(max_new_tokens=1), rid="short")
+    return read_spans(file)
+
+
+def causes_on(span: Span) -> dict[str, Any]:
+    prefix = schema.CAUSE_PREFIX
+    found = span.attributes.items()
+    return {name.removeprefix(prefix): value for name, value in found if name.startswith(prefix)}
+
+
+def test_a_slow_request_says_why_and_who_delayed_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``sgl-aspects why`` says afterwards, from all spans. A quick request has no causes."""
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_CAUSES", str(SLOW))
+    spans = exported(model, tmp_path / "spans.jsonl")
+    causes = Causes(spans)
+    (slow,) = causes.find("decoding")
+    found = causes_on(slow)
+    assert found.pop("culprits") == ["long"]
+    assert sum(found.values()) == pytest.approx(slow.seconds)
+    assert max(found, key=lambda name: found[name]) == Cause.OTHERS_PREFILL.name.lower()
+    later = causes.explain(slow).seconds
+    assert found["others_prefill"] == pytest.approx(later[Cause.OTHERS_PREFILL], rel=0.1)
+    assert not any(causes_on(request) for request in causes.requests if request.seconds < SLOW)
+
+
+def test_no_request_says_why_unless_it_is_asked_for(model: Path, tmp_path: Path) -> None:
+    assert not any(causes_on(span) for span in exported(model, tmp_path / "spans.jsonl"))
