@@ -251,8 +251,10 @@ class FunctionKind(enum.Enum):
     @classmethod
     def of(cls, function: Any) -> FunctionKind:
         """Return the kind of a function, a partial or method around one, or an instance's ``__call__``."""
-        if claims_to_be(function, (functools.partial, types.MethodType)):
-            return cls.of(function.func if claims_to_be(function, functools.partial) else function.__func__)
+        if claims_to_be(function, (functools.partial, functools.partialmethod)):
+            return cls.of(function.func)
+        if claims_to_be(function, (types.MethodType, classmethod, staticmethod)):
+            return cls.of(function.__func__)
         code: Any = function.__code__ if claims_to_be(function, types.FunctionType) else None
         if is_a(code, types.CodeType):
             kind = kind_of_code(code)
