@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from textual.app import App, ComposeResult
@@ -10,9 +13,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
-from sgl_aspects.view.live import LiveRun
+from sgl_aspects.errors import ConfigError
+from sgl_aspects.view.live import LiveRun, causes_of
 from sgl_aspects.view.top_screen import ORDERS, View, ranked, screen
 
+# Seconds between two readings of the chosen request's causes, which takes a second of a full ring.
+_CAUSES_SECONDS = 3.0
 _LEVELS = ("Off", "Requests", "Steps", "Forward", "Layers")
 
 
@@ -47,6 +53,7 @@ class TopApp(App[None]):
 
     def on_mount(self) -> None:
         self.set_interval(self._interval, self._look)
+        self.set_interval(_CAUSES_SECONDS, self._ask_why)
         self._draw()
 
     def on_resize(self) -> None:
@@ -77,12 +84,26 @@ class TopApp(App[None]):
         ids = [request.id for request in ranked(self._live, self._view.order)] if by else []
         at = ids.index(self._view.selected) if self._view.selected in ids else -1
         selected = ids[min(max(at + by, 0), len(ids) - 1)] if ids else None
-        self._view = replace(self._view, selected=selected)
+        self._view = replace(self._view, selected=selected, causes=())
+        self._ask_why()
         self._draw()
 
     def action_help(self) -> None:
         self._view = replace(self._view, has_keys=not self._view.has_keys)
         self._draw()
+
+    def _ask_why(self) -> None:
+        if (selected := self._view.selected) is not None and not self._is_paused:
+            self.run_worker(partial(self._read_causes, selected), thread=True, exclusive=True)
+
+    def _read_causes(self, selected: str) -> None:
+        with contextlib.suppress(ConfigError):  # the run has just ended
+            self.call_from_thread(self._show_causes, selected, causes_of(self._live.folder, selected))
+
+    def _show_causes(self, selected: str, causes: Sequence[tuple[str, float, list[str]]]) -> None:
+        if self._view.selected == selected:
+            self._view = replace(self._view, causes=causes)
+            self._draw()
 
     def _look(self) -> None:
         self._live.poll()  # even while paused: records that are not read in time are lost

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sgl_aspects.analysis.causes import Causes
 from sgl_aspects.analysis.numbers import PHASES, STEP
+from sgl_aspects.analysis.sources import load_run
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run import clock
 from sgl_aspects.run.control import Control, read_control, write_control, write_run_control
@@ -327,6 +329,25 @@ class LiveRun:
 
     def _second(self, time_ns: int) -> Second:
         return self.seconds.setdefault(time_ns // 1_000_000_000, Second())
+
+
+def causes_of(folder: Path, request_id: str) -> list[tuple[str, float, list[str]]]:
+    """Return a request's causes from the run's rings, the longest first: each with seconds, and the ids of
+    the requests that delayed it. Empty if the rings no longer hold the request.
+    """
+    causes = Causes(load_run(str(folder)).spans)
+    found = [each for each in causes.requests if each.attributes.get(schema.REQUEST_ID) == request_id]
+    if not found:
+        return []
+    explained = causes.explain(found[-1])
+    ids = {each.span_id: str(each.attributes.get(schema.REQUEST_ID, "")) for each in causes.requests}
+    rows = []
+    for cause, seconds in explained.ranked():
+        shares = explained.culprits.get(cause, {})
+        rows.append(
+            (cause.value, seconds, [ids[one] for one in sorted(shares, key=lambda one: -shares[one])])
+        )
+    return rows
 
 
 def _values(record: SpanEnd) -> dict[str, Any]:

@@ -34,6 +34,7 @@ _GLYPHS = {"queue": "▒", "prefill": "▓", "decode": "█"}
 _LEVELS = {0: "off", 1: "requests", 2: "+ scheduler", 3: "+ forward", 4: "+ layers"}
 _WIDE = 120
 _MOST_SPARKS = 40
+_MOST_CAUSES = 5
 
 
 #: What requests are sorted by: the largest first.
@@ -47,18 +48,19 @@ ORDERS: dict[str, Callable[[Request, int], float]] = {
 
 _KEYS = (
     "0 to 4: level of tracing · s: trace all requests, a tenth, a hundredth · o: order of the requests · "
-    "↑ ↓: the phases of one, esc: of none · p: pause · q: quit"
+    "↑ ↓: phases and causes of one, esc: of none · p: pause · q: quit"
 )
 
 
 @dataclass(frozen=True)
 class View:
-    """What the keys have chosen: a key of ``ORDERS``, the id of a request whose phases are shown, and whether
-    the keys are.
+    """What the keys have chosen: a key of ``ORDERS``, the id of a request whose phases and causes (see
+    ``causes_of``) are shown, and whether the keys are.
     """
 
     order: str = "slowest"
     selected: str | None = None
+    causes: Sequence[tuple[str, float, list[str]]] = ()
     note: str = ""
     has_keys: bool = False
 
@@ -104,14 +106,16 @@ def screen(
     found = ranked(run, view.order)
     chosen = next((request for request in found if request.id == view.selected), None)
     if chosen is not None:
-        parts += [_chosen(run, chosen, now)]
-        used += 2
+        parts += [_chosen(run, chosen, now, view.causes[:_MOST_CAUSES])]
+        used += 2 + min(len(view.causes), _MOST_CAUSES)
     parts += [_listed(run, found[: max(3, height - used)], now, width, chosen)]
     return Group(*parts)
 
 
-def _chosen(run: LiveRun, request: Request, now_ns: int) -> Text:
-    """Return one request's phases, and how to learn its causes."""
+def _chosen(
+    run: LiveRun, request: Request, now_ns: int, causes: Sequence[tuple[str, float, list[str]]]
+) -> Text:
+    """Return one request's phases and causes, and how to learn more of them."""
     phases = run.phases.get(request.id)
     times = phases.until(request.end_ns or now_ns) if phases else {}
     elsewhere = request.seconds(now_ns) - sum(times.values())
@@ -119,6 +123,11 @@ def _chosen(run: LiveRun, request: Request, now_ns: int) -> Text:
     for phase, seconds in {**times, "elsewhere": max(0.0, elsewhere)}.items():
         text.append(f"  {phase} ", style=STYLES.get(phase, "dim"))
         text.append(duration(seconds))
+    for cause, spent, culprits in causes:
+        text.append(f"\n{duration(spent):>9}  {cause}")
+        if culprits:
+            text.append(f": {one_line(culprits[0], 40)}", style="bold")
+            text.append(f" and {len(culprits) - 1} more" if len(culprits) > 1 else "", style="dim")
     text.append(f"\nWhy: sgl-aspects why {one_line(request.id, 60)} {run.folder}", style="dim")
     return text
 

@@ -217,7 +217,7 @@ def serve_like_an_engine(folder: str, connection: Connection) -> None:
 
     from sgl_aspects.tracing import context
     from sgl_aspects.tracing.record.ring_recorder import RingRecorder
-    from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
+    from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanType
     from sgl_aspects.tracing.schema import DECODE, PREFILL, QUEUE, REQUEST, STEP
 
     recorder = RingRecorder(folder, level=3)
@@ -226,8 +226,9 @@ def serve_like_an_engine(folder: str, connection: Connection) -> None:
     for number, rid in enumerate(["quick", "slow\x1b[31m one", "open"]):
         request, key = new_id(), new_id()
         start = now - (2 + 3 * number) * second
-        attributes: dict[str, Any] = {"gen_ai.request.model": "tiny"}
+        attributes: dict[str, Any] = {"gen_ai.request.model": "tiny", "gen_ai.request.id": rid}
         recorder.write(RequestBegin(request, rid, start, *context.new(), "chat tiny", attributes))
+        recorder.write(RequestSent(request))
         recorder.write(RequestSeen(key, rid, start))
         span(QUEUE)(new_id(), key, key, start, start + second)
         span(PREFILL)(new_id(), key, key, start + second, start + second + second // 2, [100, 0])

@@ -221,6 +221,8 @@ def test_requests_are_sorted_and_one_is_chosen_by_keys(live: LiveRun) -> None:
             found = await shown_by(pilot)
             assert "why quick" in found
             assert re.search(r"queue\W.*1\.00 s", found, re.DOTALL)
+            await pilot.app.workers.wait_for_complete()  # which read its causes
+            assert "the scheduler ran no step" in await shown_by(pilot)
             await pilot.press("escape", "o")
             found = await shown_by(pilot)
             assert "Requests, late first token first" in found
