@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from opentelemetry import metrics, trace
@@ -20,12 +20,10 @@ from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode,
 from sgl_aspects import __version__
 from sgl_aspects.run import clock
 from sgl_aspects.tracing import schema
-from sgl_aspects.tracing.context import Opened, TraceContext, enter
+from sgl_aspects.tracing.context import Opened, enter
 from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
-from sgl_aspects.tracing.record import format as layout
-from sgl_aspects.tracing.record.open_steps import OpenSteps
-from sgl_aspects.tracing.record.recorder import SpanWriter, id_source, span_writer
-from sgl_aspects.tracing.record.steps import spans_of
+from sgl_aspects.tracing.record.in_process import InProcess
+from sgl_aspects.tracing.record.recorder import id_source
 from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
 
 _MOST = 4096
@@ -40,46 +38,25 @@ class _Latest(dict[Any, Any]):
             del self[next(iter(self))]
 
 
-class SdkRecorder:
+class SdkRecorder(InProcess):
     """A :class:`~sgl_aspects.tracing.record.recorder.Recorder` over OpenTelemetry's global provider."""
 
     def __init__(self, level: int) -> None:
-        self.level, self.sample = level, layout.SAMPLE_ALL  # the provider's sampler decides
+        super().__init__()
+        self.level = level
         self.new_id: Callable[[], int] = id_source()
-        self.steps = OpenSteps.in_memory()
-        self.steps.words[layout.WORD_LEVEL], self.steps.words[layout.WORD_SAMPLE] = level, self.sample
         self._clock_offset = clock.unix_offset()
         self._tracer = trace.get_tracer("sgl_aspects", __version__)
         self._metrics = EngineMetrics(metrics.get_meter("sgl_aspects", __version__))
         self._lock = threading.RLock()
-        self._texts = [""]
         #: By the id of a span, a key or a group; the last one by the parent that spans wait for.
         self._begun, self._open, self._known, self._request_ids = (_Latest() for _ in range(4))
-        self._groups, self._waiting = _Latest(), _Latest()
+        self._waiting, self.groups = _Latest(), _Latest()
         self._requests = _Latest()  # by request id
-
-    def open(self) -> bool:
-        return True
 
     def close(self) -> None:
         """Leave open spans open; flushing is up to the application, whose provider it is."""
-        self.level = self.steps.words[layout.WORD_LEVEL] = 0
-
-    def text(self, text: str) -> int:
-        with self._lock:
-            if text not in self._texts:
-                self._texts.append(text)
-            return self._texts.index(text)
-
-    def write_group(self, key: int, links: Sequence[int]) -> bool:
-        self._groups[key] = [*links]
-        return True
-
-    def end_step(self, steps: OpenSteps, block: int) -> None:
-        words = steps.words[block : block + layout.STEP_WORDS].tolist()
-        steps.words[block] = 0
-        for span in spans_of(words, self._texts.__getitem__, self._groups.get(words[layout.STEP_GROUP], ())):
-            self._take(span)
+        self.level = 0
 
     def write(self, event: Event) -> None:
         with self._lock:
@@ -88,9 +65,6 @@ class SdkRecorder:
             elif isinstance(event, RequestSeen):
                 self._known[event.key] = self._requests.get(event.request_id)
                 self._request_ids[event.key] = event.request_id
-
-    def spans(self, type: SpanType) -> SpanWriter:
-        return span_writer(type, self._take)
 
     def announce(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
         if not parent_id or parent_id in self._known:  # otherwise its end is used
@@ -104,17 +78,8 @@ class SdkRecorder:
             span: Span = self._open[span_id]
             return span
 
-    def enter(
-        self,
-        type: SpanType,
-        span_id: int,
-        root_id: int,
-        parent_id: int,
-        start_ns: int,
-        trace: TraceContext | None = None,
-    ) -> Opened:
-        span = self.open_span(type, span_id, root_id, parent_id, start_ns)
-        return enter(type, span_id, root_id, parent_id, start_ns, trace, span)
+    def enter(self, *fields: Any, **named: Any) -> Opened:
+        return enter(*fields, **named, span=self.open_span(*fields[:5]))
 
     def _begin_request(self, event: RequestBegin) -> None:
         parent = Context()
@@ -137,7 +102,7 @@ class SdkRecorder:
         start = span.start_ns + self._clock_offset
         return self._tracer.start_span(span.type.name, context, SpanKind.INTERNAL, start_time=start)
 
-    def _take(self, span: SpanEnd) -> None:
+    def take(self, span: SpanEnd) -> None:
         with self._lock:
             if span.type.name == STEP:
                 self._metrics.step_ended("", os.getpid(), span)

@@ -31,6 +31,7 @@ def enter(
     parent_id: int,
     start_ns: int,
     trace: TraceContext | None = None,
+    *,
     span: Any = None,
 ) -> Opened:
     """Make a span the current one until ``leave`` is called with the result: a recorder's ``enter``.
