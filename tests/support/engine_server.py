@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,15 +71,38 @@ class EngineServer:
         connection.close()
         assert response.status == 200, content
 
-    def leave(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
-        """Request a streamed answer, and hang up after its first part."""
+    @contextmanager
+    def streaming(
+        self, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Request a streamed answer whose first part has come; the client hangs up as the block ends."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        body = {**body, "stream": True}
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **headers})
         response = connection.getresponse()
-        assert response.readline().startswith(b"data: ")
-        # The response keeps the socket open until it is closed itself.
-        response.close()
-        connection.close()
+        try:
+            assert response.readline().startswith(b"data: ")
+            yield response
+        finally:
+            # The response keeps the socket open until it is closed itself.
+            response.close()
+            connection.close()
+
+    def leave(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+        """Request a streamed answer, and hang up after its first part."""
+        with self.streaming(path, body, headers):
+            pass
+
+    @contextmanager
+    def all_streaming(self, requests: Iterable[tuple[str, dict[str, Any], dict[str, str]]]) -> Iterator[None]:
+        """Request streamed answers, each by path, body and headers: all have begun in the block, and are read
+        to their ends after it.
+        """
+        with contextlib.ExitStack() as stack:
+            answers = [stack.enter_context(self.streaming(*request)) for request in requests]
+            yield
+            for answer in answers:
+                answer.read()
 
     def get(self, path: str) -> int:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,29 +33,16 @@ class Server(EngineServer):
 
     def leave_generation(self, text: str, headers: dict[str, str]) -> None:
         """Request a long answer, and hang up after its first part."""
-        body = {"text": text, "stream": True, "sampling_params": {"max_new_tokens": 800, "ignore_eos": True}}
+        body = {"text": text, "sampling_params": {"max_new_tokens": 800, "ignore_eos": True}}
         self.leave("/generate", body, headers)
 
     def abort(self, path: str, headers: dict[str, str], rid: str) -> None:
         """Request a long streamed answer, and abort it by its id after its first part."""
-        body = {
-            "text": "abort",
-            "rid": rid,
-            "stream": True,
-            "sampling_params": {"max_new_tokens": 800, "ignore_eos": True},
-        }
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **headers})
-        response = connection.getresponse()
-        assert response.readline().startswith(b"data: ")
-        other = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        other.request(
-            "POST", "/abort_request", json.dumps({"rid": rid}), {"content-type": "application/json"}
-        )
-        other.getresponse().read()
-        other.close()
-        assert b"abort" in response.read()
-        connection.close()
+        sampling = {"max_new_tokens": 800, "ignore_eos": True}
+        body = {"text": "abort", "rid": rid, "sampling_params": sampling}
+        with self.streaming(path, body, headers) as answer:
+            self.tell("/abort_request", {"rid": rid})
+            assert b"abort" in answer.read()
 
 
 @contextmanager

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +30,13 @@ OPTIONS = (
 )
 
 
-def generate(server: Server, number: int, tokens: int = 4, sampling: Any = None, **more: Any) -> Any:
+def generation(number: int, tokens: int = 4, sampling: Any = None, **more: Any) -> dict[str, Any]:
     settings = {"max_new_tokens": tokens, "temperature": 0, **(sampling or {"ignore_eos": True})}
-    body = {"text": f"{number} a fox", "sampling_params": settings, **more}
-    return server.post("/generate", body, parent(number))
+    return {"text": f"{number} a fox", "sampling_params": settings, **more}
+
+
+def generate(server: Server, number: int, *settings: Any, **more: Any) -> None:
+    server.post("/generate", generation(number, *settings, **more), parent(number))
 
 
 def drive(server: Server, adapter: Path) -> None:
@@ -46,12 +47,8 @@ def drive(server: Server, adapter: Path) -> None:
     server.tell("/load_lora_adapter", {"lora_name": "pirate", "lora_path": str(adapter)})
     generate(server, BASE)
     generate(server, ADAPTED, lora_path="pirate")
-    with ThreadPoolExecutor(4) as pool:
-        for number in PAUSED:
-            pool.submit(generate, server, number, 300)
-        time.sleep(0.5)
+    with server.all_streaming(("/generate", generation(number, 600), parent(number)) for number in PAUSED):
         server.tell("/pause_generation", {"mode": "in_place"})
-        time.sleep(0.5)
         server.tell("/continue_generation", {})
     server.tell("/unload_lora_adapter", {"lora_name": "pirate"})
     assert server.get("/flush_cache") == 200

@@ -204,7 +204,7 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_each_concurrent_request_has_a_whole_trace_under_its_callers_id(run: Run) -> None:
     for number, answer in enumerate(run.answers):
         spans = run.traces[trace_id(number)]
-        assert sorted(span.name for span in spans) == sorted([*CHILDREN, "chat mini"])
+        assert sorted(span.name for span in spans) == sorted([*CHILDREN, "chat_template", "chat mini"])
         root = one(spans, "chat mini")
         assert root.parent_id == CALLER
         assert {span.parent_id for span in spans if span is not root} == {root.span_id}
@@ -259,7 +259,7 @@ def test_time_to_first_token_is_what_each_client_saw(run: Run) -> None:
 def test_an_answer_in_one_piece_has_its_first_tokens_time_from_the_scheduler(run: Run) -> None:
     spans = run.traces[trace_id(105)]
     root, prefill = one(spans, "chat mini"), one(spans, "prefill")
-    assert sorted(span.name for span in spans) == sorted([*CHILDREN, "chat mini"])
+    assert sorted(span.name for span in spans) == sorted([*CHILDREN, "chat_template", "chat mini"])
     to_first = root.attributes["gen_ai.latency.time_to_first_token"]
     assert to_first == pytest.approx((prefill.end - root.start) / 1e9, abs=1e-6)
     assert "gen_ai.response.time_to_first_chunk" not in root.attributes
@@ -435,7 +435,7 @@ def test_several_workers_and_replicas_beside_sglangs_own_tracing(model: Path, tm
         schedulers = set()
         for number in range(8):
             spans = [span for span in ours if span.trace_id == trace_id(number)]
-            assert sorted(span.name for span in spans) == sorted([*CHILDREN, "chat mini"])
+            assert sorted(span.name for span in spans) == sorted([*CHILDREN, "chat_template", "chat mini"])
             root = one(spans, "chat mini")
             assert root.parent_id == CALLER
             assert {span.parent_id for span in spans if span is not root} == {root.span_id}

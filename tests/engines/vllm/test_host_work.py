@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,8 @@ SCHEMA = {
 }
 
 
-def complete(server: EngineServer, number: int, tokens: int = 4, **more: Any) -> None:
-    body = {"model": "mini", "prompt": f"{number} a fox", "max_tokens": tokens, "temperature": 0, **more}
-    server.post("/v1/completions", body, parent(number))
+def completion(number: int, tokens: int, **more: Any) -> dict[str, Any]:
+    return {"model": "mini", "prompt": f"{number} a fox", "max_tokens": tokens, "temperature": 0, **more}
 
 
 def drive(server: EngineServer, adapter: Path) -> None:
@@ -43,13 +40,11 @@ def drive(server: EngineServer, adapter: Path) -> None:
     server.post("/v1/chat/completions", chat, parent(CHAT))
     loaded = {"lora_name": "pirate", "lora_path": str(adapter)}
     server.tell("/v1/load_lora_adapter", loaded)
-    complete(server, ADAPTED, model="pirate")
-    with ThreadPoolExecutor(4) as pool:
-        for number in PAUSED:
-            pool.submit(complete, server, number, 900, ignore_eos=True)
-        time.sleep(0.5)
+    server.post("/v1/completions", completion(ADAPTED, 4, model="pirate"), parent(ADAPTED))
+    with server.all_streaming(
+        ("/v1/completions", completion(number, 900, ignore_eos=True), parent(number)) for number in PAUSED
+    ):
         server.tell("/pause?mode=keep", {})
-        time.sleep(0.3)
         server.tell("/resume", {})
     server.tell("/reset_prefix_cache", {})
 
