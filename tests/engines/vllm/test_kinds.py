@@ -44,6 +44,11 @@ class Run:
         return Counter(span.name for span in self.traces[root.trace_id] if span.parent_id == root.span_id)
 
 
+def measured(receiver: Receiver) -> int:
+    """Return how many requests the metrics have."""
+    return sum(point.count for point in receiver.points("gen_ai.server.request.duration"))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_mini(tmp_path_factory.mktemp("models") / "mini")
@@ -66,7 +71,12 @@ def pooled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
                     "/rerank", {**name, "query": "fox", "documents": ["sea", "dog"]}, parent(RANKS)
                 ),
             }
-            receiver.wait_for(lambda spans: trace_id(RANKS) in {span.trace_id for span in spans})
+            receiver.wait_for(
+                lambda spans: (
+                    trace_id(RANKS) in {span.trace_id for span in spans}
+                    and measured(receiver) == 1 + 2 + 1 + 2 + 3
+                )
+            )
     return Run(receiver, answers)
 
 
@@ -88,7 +98,11 @@ def adapted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
                 BEAMS: server.post("/v1/completions", {**body, "model": "mini", **beams}, parent(BEAMS)),
             }
             server.chats([f"number {number}" for number in range(8)], [{}] * 8)
-            receiver.wait_for(lambda spans: sum(span.name == "chat mini" for span in spans) == 8)
+            receiver.wait_for(
+                lambda spans: (
+                    sum(span.name == "chat mini" for span in spans) == 8 and measured(receiver) == 3 + 8
+                )
+            )
     return Run(receiver, answers)
 
 
@@ -148,8 +162,7 @@ def test_a_beam_search_is_one_request(adapted: Run) -> None:
     below = adapted.below(root)
     assert below["text_completion mini"] >= 1 + WIDTH  # one for each beam and token
     assert root.attributes["gen_ai.usage.output_tokens"] == below["text_completion mini"]
-    points = adapted.receiver.points("gen_ai.server.request.duration")
-    assert sum(point.count for point in points) == 3 + 8
+    assert measured(adapted.receiver) == 3 + 8
 
 
 def test_replicas_have_their_own_names(adapted: Run) -> None:
