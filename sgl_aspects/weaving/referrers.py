@@ -105,7 +105,7 @@ def _unfreeze() -> None:
 
 
 _frozen_before = 0
-_MOST_GROWTH = 20_000
+_MOST_GROWTH = 10_000
 
 
 def referrers(objects: list[Any]) -> list[Any]:
