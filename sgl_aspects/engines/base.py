@@ -96,12 +96,7 @@ class Role:
         position = self.position(argument)
         if position == sys.maxsize:
             return _no_argument
-        name = self.parameters[position].partition(":")[2] or argument
-
-        def read(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
-            return args[position] if position < len(args) else kwargs.get(name)
-
-        return read
+        return parameter(position, self.parameters[position].partition(":")[2] or argument)
 
     def _positions(self) -> list[str]:
         return [parameter.partition(":")[0] for parameter in self.parameters]
@@ -219,6 +214,17 @@ class Engine:
             raise ConfigError(f"own_roles: {name!r} is a role that other engines have, too: see roles")
         for name in self.attributes:
             check_attribute(name)
+
+
+def parameter(position: int, name: str, of: AttributeReader | None = None) -> CallReader:
+    """Return a reader of the parameter at this index (``self`` has 0); with ``of`` of what it returns."""
+
+    def read(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
+        return args[position] if position < len(args) else kwargs.get(name)
+
+    if of is None:
+        return read
+    return lambda args, kwargs, result=None: of(read(args, kwargs))
 
 
 def shape_reader(position: int, attribute: str = "") -> CallReader:

@@ -78,6 +78,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "cache_match": ("tokens", "hit_tokens"),
     "cache_insert": ("tokens",),
     "cache_evict": ("tokens",),
+    "cache_load": ("tokens", "bytes"),  # from the host's memory to the device's
+    "cache_write_back": ("tokens", "bytes"),
     "kv_alloc": ("tokens",),
     "kv_alloc_prefill": ("tokens",),
     "kv_alloc_decode": ("tokens",),

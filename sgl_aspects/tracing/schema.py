@@ -68,13 +68,15 @@ DEVICE_NAME = "sgl_aspects.device.name"
 DEVICE_TIME = "sgl_aspects.forward.device_time"
 GRAPH = "sgl_aspects.forward.graph"
 #: Of spans of level 4: the number of the model's layer; the operator, who computes it, and the shape of its
-#: first tensor; how many tokens of the KV cache a call is about, and how many of them were found there.
+#: first tensor; how many tokens of the KV cache a call is about, how many of them were found there, and the
+#: bytes that it moves.
 LAYER = "sgl_aspects.layer"
 OPERATOR_NAME = "sgl_aspects.operator.name"
 IMPLEMENTATION = "sgl_aspects.operator.implementation"
 SHAPE = "sgl_aspects.operator.shape"
 KV_TOKENS = "sgl_aspects.kv.tokens"
 KV_HIT_TOKENS = "sgl_aspects.kv.hit_tokens"
+KV_BYTES = "sgl_aspects.kv.bytes"
 #: A request's, where its engine schedules by priority.
 PRIORITY = "sgl_aspects.priority"
 #: Of speculative decoding: tokens that were drafted for a request, and how many of them it got. Metrics, too.
@@ -211,6 +213,8 @@ DETAILS = {
     "cache_match": SpanType("cache.match", {KV_TOKENS: int, KV_HIT_TOKENS: int}),
     "cache_insert": SpanType("cache.insert", _TOKENS),
     "cache_evict": SpanType("cache.evict", _TOKENS),
+    "cache_load": SpanType("cache.load", {**_TOKENS, KV_BYTES: int}),
+    "cache_write_back": SpanType("cache.write_back", {**_TOKENS, KV_BYTES: int}),
     "kv_alloc": SpanType("kv.alloc", _TOKENS),
     "kv_alloc_prefill": SpanType("kv.alloc", _TOKENS),
     "kv_alloc_decode": SpanType("kv.alloc", _TOKENS),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from sgl_aspects.engines.base import Role, shape_reader
+from sgl_aspects.engines.base import Role, parameter, shape_reader
 
 # The prefix cache's class depends on the server's options.
 CACHES = "sglang.srt.mem_cache.*_cache:*Cache"
+# HiCache: its first level is the device's memory, its second the host's.
+_TIERS = "sglang.srt.mem_cache.l2_transfer:L2TransferEngine"
 _ALLOCATION = ("sglang.srt.mem_cache.allocation", "sglang.srt.mem_cache.common")
 
 
@@ -35,9 +37,19 @@ def _allocated(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None
     return len(batch.reqs) * int(args[1] if len(args) > 1 else kwargs.get("token_per_req", 1))
 
 
-def _freed(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
-    req = args[0] if args else kwargs["req"]
+def _freed(req: Any) -> int:
     return len(req.origin_input_ids) + len(req.output_ids)
+
+
+def _moved_bytes(transfers: Any) -> int:
+    return sum(len(one.host_indices) * one.host_pool.size_per_token for one in transfers)
+
+
+# Further transfers are of other states of the same tokens.
+_MOVED = {
+    "tokens": parameter(1, "transfers", lambda transfers: len(transfers[0].host_indices)),
+    "bytes": parameter(1, "transfers", _moved_bytes),
+}
 
 
 def _backend(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str | None:
@@ -67,6 +79,8 @@ ROLES = {
         reads={"tokens": lambda args, kwargs, result=None: kwargs.get("up_to")},
     ),
     "cache_evict": Role((f"{CACHES}.evict_for_alloc", f"{CACHES}.evict"), reads={"tokens": _evicted}),
+    "cache_load": Role((f"{_TIERS}.submit_host_to_device",), reads=_MOVED),
+    "cache_write_back": Role((f"{_TIERS}.submit_device_to_host",), reads=_MOVED),
     "kv_alloc_prefill": Role(
         tuple(f"{module}:alloc_for_extend" for module in _ALLOCATION),
         reads={"tokens": lambda args, kwargs, result=None: (*args, *kwargs.values())[0].extend_num_tokens},
@@ -74,7 +88,9 @@ ROLES = {
     "kv_alloc_decode": Role(
         tuple(f"{module}:alloc_for_decode" for module in _ALLOCATION), reads={"tokens": _allocated}
     ),
-    "kv_free": Role(("sglang.srt.mem_cache.common:release_kv_cache",), reads={"tokens": _freed}),
+    "kv_free": Role(
+        ("sglang.srt.mem_cache.common:release_kv_cache",), reads={"tokens": parameter(0, "req", _freed)}
+    ),
     "attention": Role(
         ("sglang.srt.layers.radix_attention:RadixAttention.forward",),
         reads={

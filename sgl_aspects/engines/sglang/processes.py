@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_aspects.engines.base import Lifecycle, Role
+from sgl_aspects.engines.base import Lifecycle, Role, parameter
 from sgl_aspects.engines.contract import Observation
 
 _CONTEXT = "sglang.srt.runtime_context"
@@ -19,9 +19,7 @@ _CONTEXT = "sglang.srt.runtime_context"
 _CARRIED = "sgl_aspects_trace"
 
 
-def _describe(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> dict[str, Any] | None:
-    server_args = args[1] if len(args) > 1 else kwargs.get("server_args")
-    return None if server_args is None else description(server_args)
+_server_args = parameter(1, "server_args")
 
 
 def description(server_args: Any) -> dict[str, Any]:
@@ -38,13 +36,8 @@ def description(server_args: Any) -> dict[str, Any]:
     return found
 
 
-def _describe_scheduler(
-    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None
-) -> dict[str, Any] | None:
-    found = _describe(args, kwargs)
-    if found is not None:
-        found["rank"] = _rank(args[0])
-    return found
+def _describe_scheduler(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> dict[str, Any]:
+    return {**description(_server_args(args, kwargs)), "rank": _rank(args[0])}
 
 
 def _rank(scheduler: Any) -> str | None:
@@ -58,13 +51,13 @@ def _rank(scheduler: Any) -> str | None:
     return " ".join(f"{kind}{rank}" for kind, rank in ranks.items() if rank is not None) or None
 
 
+_DESCRIBED = {"description": parameter(1, "server_args", description)}
 ROLES = {
     "describe_server": Role(
-        ("sglang.srt.managers.tokenizer_manager:TokenizerManager.__init__",), reads={"description": _describe}
+        ("sglang.srt.managers.tokenizer_manager:TokenizerManager.__init__",), reads=_DESCRIBED
     ),
     "describe_detokenizer": Role(
-        ("sglang.srt.managers.detokenizer_manager:DetokenizerManager.__init__",),
-        reads={"description": _describe},
+        ("sglang.srt.managers.detokenizer_manager:DetokenizerManager.__init__",), reads=_DESCRIBED
     ),
     "describe_scheduler": Role(
         ("sglang.srt.managers.scheduler:Scheduler.__init__",), reads={"description": _describe_scheduler}
@@ -106,8 +99,7 @@ class _Carrier:
         self._has_nodes = False
 
     def meet_server(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        server_args = args[1] if len(args) > 1 else kwargs.get("server_args")
-        self._has_nodes = (getattr(server_args, "nnodes", None) or 1) > 1
+        self._has_nodes = (getattr(_server_args(args, kwargs), "nnodes", None) or 1) > 1
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass on the trace at a scheduler; where the request is received, its span is the current one."""

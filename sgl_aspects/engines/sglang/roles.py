@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from sgl_aspects.engines.base import Engine, Role
+from sgl_aspects.engines.base import Engine, Role, parameter
 from sgl_aspects.engines.device import platform_of
 from sgl_aspects.engines.sglang import details, disaggregation, processes, speculation
 
@@ -77,15 +77,11 @@ def _adapter(request: Any) -> str | None:
     return str(path) if path and not isinstance(path, list) else None
 
 
-def _loaded(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str | None:
-    """Return the name of the adapter of a reference."""
-    name: str | None = getattr(args[1] if len(args) > 1 else kwargs["lora_ref"], "lora_name", None)
-    return name
-
-
-def _grammar_kind(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str | None:
-    req = args[1] if len(args) > 1 else kwargs["req"]
+def _grammar_kind(req: Any) -> str | None:
     return str(req.grammar_key[0]) if getattr(req, "grammar_key", None) else None
+
+
+_loaded = {"adapter": parameter(1, "lora_ref", lambda reference: reference.lora_name)}
 
 
 def _stop(request: Any) -> Any:
@@ -260,7 +256,10 @@ SGLANG = Engine(
         "compile_grammar": Role(
             (f"{_GRAMMARS}.process_req_with_grammar",),
             ("_", "req"),
-            reads={"kind": _grammar_kind, "waits": lambda args, kwargs, result=None: result},
+            reads={
+                "kind": parameter(1, "req", _grammar_kind),
+                "waits": lambda args, kwargs, result=None: result,
+            },
         ),
         "grammar_ready": Role(
             (f"{_GRAMMARS}.get_ready_grammar_requests",),
@@ -299,8 +298,8 @@ SGLANG = Engine(
             for source in ("disk", "distributed", "tensor", "ipc")
         },
         "start_engine": Role((f"{_SCHEDULER}.__init__",)),
-        "load_adapter": Role((f"{_ADAPTERS}.load_lora_adapter",), reads={"adapter": _loaded}),
-        "unload_adapter": Role((f"{_ADAPTERS}.unload_lora_adapter",), reads={"adapter": _loaded}),
+        "load_adapter": Role((f"{_ADAPTERS}.load_lora_adapter",), reads=_loaded),
+        "unload_adapter": Role((f"{_ADAPTERS}.unload_lora_adapter",), reads=_loaded),
         "flush_cache": Role((f"{_SCHEDULER}.flush_cache",)),
         "pause": Role((f"{_SCHEDULER}.pause_generation",)),
         "resume": Role((f"{_SCHEDULER}.continue_generation",)),

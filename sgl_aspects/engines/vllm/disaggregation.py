@@ -42,9 +42,8 @@ def is_first_server(request: Any) -> bool:
     return bool(_parameters(request).get("do_remote_decode"))
 
 
-def ended(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
+def ended(request: Any) -> Any:
     """Return the request that ends; "" for one that ends when the other server has its keys and values."""
-    request = args[1] if len(args) > 1 else kwargs["request"]
     return "" if is_first_server(request) else request
 
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
-from sgl_aspects.engines.base import Role
+from sgl_aspects.engines.base import CallReader, Role, parameter
 from sgl_aspects.engines.vllm import disaggregation
-
-_Description: TypeAlias = "dict[str, Any] | None"
-
-
-def _describe(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Description:
-    settings = args[1] if len(args) > 1 else kwargs.get("vllm_config")
-    return None if settings is None else description(settings)
 
 
 def description(settings: Any) -> dict[str, Any]:
@@ -25,8 +19,14 @@ def description(settings: Any) -> dict[str, Any]:
     return found
 
 
-def _describe_core(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Description:
-    return _with_rank(args, kwargs, lambda parallel: {"dp": _replica(parallel)})
+def _core(settings: Any) -> dict[str, Any]:
+    return _with_rank(settings, dp=_replica(settings.parallel_config))
+
+
+def _worker(settings: Any) -> dict[str, Any]:
+    parallel = settings.parallel_config
+    stage, rank = divmod(parallel.rank, parallel.tensor_parallel_size)
+    return _with_rank(settings, tp=rank, pp=stage, dp=_replica(parallel))
 
 
 def _replica(parallel: Any) -> int:
@@ -34,21 +34,12 @@ def _replica(parallel: Any) -> int:
     return int(getattr(parallel, "data_parallel_index", None) or parallel.data_parallel_rank)
 
 
-def _describe_worker(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Description:
-    def ranks(parallel: Any) -> dict[str, int]:
-        stage, rank = divmod(parallel.rank, parallel.tensor_parallel_size)
-        return {"tp": rank, "pp": stage, "dp": _replica(parallel)}
-
-    return _with_rank(args, kwargs, ranks)
+def _with_rank(settings: Any, **ranks: int) -> dict[str, Any]:
+    return {**description(settings), "rank": " ".join(f"{kind}{rank}" for kind, rank in ranks.items())}
 
 
-def _with_rank(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Any) -> _Description:
-    found = _describe(args, kwargs)
-    if found is not None:
-        settings = args[1] if len(args) > 1 else kwargs["vllm_config"]
-        known = ranks(settings.parallel_config)
-        found["rank"] = " ".join(f"{kind}{rank}" for kind, rank in known.items())
-    return found
+def _describes(of: Callable[[Any], dict[str, Any]]) -> dict[str, CallReader]:
+    return {"description": parameter(1, "vllm_config", of)}
 
 
 def front_end(scheduler: Any) -> Any:
@@ -60,13 +51,7 @@ def front_end(scheduler: Any) -> Any:
 
 
 ROLES = {
-    "describe_server": Role(
-        ("vllm.v1.engine.async_llm:AsyncLLM.__init__",), reads={"description": _describe}
-    ),
-    "describe_scheduler": Role(
-        ("vllm.v1.core.sched.scheduler:Scheduler.__init__",), reads={"description": _describe_core}
-    ),
-    "describe_worker": Role(
-        ("vllm.v1.worker.**:GPUModelRunner.__init__",), reads={"description": _describe_worker}
-    ),
+    "describe_server": Role(("vllm.v1.engine.async_llm:AsyncLLM.__init__",), reads=_describes(description)),
+    "describe_scheduler": Role(("vllm.v1.core.sched.scheduler:Scheduler.__init__",), reads=_describes(_core)),
+    "describe_worker": Role(("vllm.v1.worker.**:GPUModelRunner.__init__",), reads=_describes(_worker)),
 }

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from sgl_aspects.engines.base import Engine, Outcome, Role
+from sgl_aspects.engines.base import Engine, Outcome, Role, parameter
 from sgl_aspects.engines.device import platform_of
 from sgl_aspects.engines.vllm import batch, disaggregation, processes
 
@@ -143,7 +143,7 @@ def _outputs(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) 
 
 # -- a request in the engine core --------------------------------------------------------------------------
 
-_waiting = Role((), ("_", "req:request")).reader("req")
+_waiting = parameter(1, "request")
 
 
 def _waits_for_grammar(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> bool:
@@ -152,18 +152,11 @@ def _waits_for_grammar(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     return is_blocked and not request.structured_output_request.is_grammar_ready
 
 
-def _grammar_kind(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str:
-    key = _waiting(args, kwargs).structured_output_request.structured_output_key
-    return str(key[0].name.lower())
+def _grammar_kind(request: Any) -> str:
+    return str(request.structured_output_request.structured_output_key[0].name.lower())
 
 
-def _loaded(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str | None:
-    name: str | None = getattr(args[1] if len(args) > 1 else kwargs["lora_request"], "lora_name", None)
-    return name
-
-
-def _finish_reason(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str:
-    request = args[1] if len(args) > 1 else kwargs["request"]
+def _finish_reason(request: Any) -> str:
     return str(request.get_finished_reason())
 
 
@@ -200,7 +193,10 @@ VLLM = Engine(
         ),
         "end_scheduled_request": Role(
             (f"{_SCHEDULER}._free_request",),
-            reads={"req": disaggregation.ended, "finish_reason": _finish_reason},
+            reads={
+                "req": parameter(1, "request", disaggregation.ended),
+                "finish_reason": parameter(1, "request", _finish_reason),
+            },
         ),
         "verify_draft": Role(
             (f"{_SCHEDULER}.make_spec_decoding_stats",),
@@ -210,7 +206,7 @@ VLLM = Engine(
         "compile_grammar": Role(
             (f"{_SCHEDULER}._enqueue_waiting_request",),
             ("_", "req:request"),
-            reads={"kind": _grammar_kind, "waits": _waits_for_grammar},
+            reads={"kind": parameter(1, "request", _grammar_kind), "waits": _waits_for_grammar},
         ),
         "grammar_ready": Role(
             (
@@ -246,7 +242,10 @@ VLLM = Engine(
         "load_model": Role(("vllm.v1.worker.**:*PUModelRunner.load_model",)),
         "kv_init": Role((f"{_RUNNER}.initialize_kv_cache",)),
         "start_engine": Role((f"{_CORE}.__init__",)),
-        "load_adapter": Role((f"{_ADAPTERS}._load_adapter",), reads={"adapter": _loaded}),
+        "load_adapter": Role(
+            (f"{_ADAPTERS}._load_adapter",),
+            reads={"adapter": parameter(1, "lora_request", lambda request: request.lora_name)},
+        ),
         "flush_cache": Role((f"{_CORE}.reset_prefix_cache",)),
         "pause": Role((f"{_CORE}+.pause_scheduler",)),
         "resume": Role((f"{_CORE}+.resume_scheduler",)),
@@ -256,14 +255,14 @@ VLLM = Engine(
         "cache_match": Role(
             (f"{_KV_CACHE}.get_computed_blocks",),
             reads={
-                "tokens": lambda args, kwargs, result=None: args[1].num_tokens,
+                "tokens": parameter(1, "request", lambda request: request.num_tokens),
                 "hit_tokens": lambda args, kwargs, result=None: result[1] if result else None,
             },
         ),
         "kv_alloc": Role((f"{_KV_CACHE}.allocate_slots",), ("_", "_", "tokens:num_new_tokens")),
         "kv_free": Role(
             (f"{_KV_CACHE}.free",),
-            reads={"tokens": lambda args, kwargs, result=None: args[1].num_computed_tokens},
+            reads={"tokens": parameter(1, "request", lambda request: request.num_computed_tokens)},
         ),
     },
     attributes={

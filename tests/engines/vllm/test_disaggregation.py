@@ -142,7 +142,7 @@ def test_a_prefill_server_ends_a_request_when_it_was_fetched() -> None:
     server = FakeScheduler(do_remote_decode=True)
     server.schedule("RUNNING", tokens=4)
     server.prefill()
-    assert ended((server, server.request), {}) == ""  # at the end of the prompt, not of the request
+    assert ended(server.request) == ""  # at the end of the prompt, not of the request
     assert [name for name, _ in server.spans] == ["queue", "prefill"]
     server.call("free_blocks", server.request)
     assert server.spans == [("queue", ""), ("prefill", ""), ("kv_transfer", "")]
