@@ -11,6 +11,8 @@
 ``SGL_ASPECTS_TRACE_KEEP_FAILED``       failed requests are kept regardless of the sampling (on)
 ``SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN``  and those that took this many seconds or more (unset: none)
 ``SGL_ASPECTS_TRACE_CAUSES``            requests that took this many seconds or more say why (unset: none)
+``SGL_ASPECTS_TRACE_TARGET_TTFT``       targets for the metric of goodput, in seconds: of the first token,
+``SGL_ASPECTS_TRACE_TARGET_ITL``        and of a request's mean time between tokens (unset: none)
 ``SGL_ASPECTS_TRACE_REDACT``            module:function, from text to text, for prompts and answers, which
                                         ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` turns on
 ``SGL_ASPECTS_TRACE_TENANT``            whom a request is for: the name of a header, or baggage:KEY (unset)
@@ -119,6 +121,8 @@ class TraceSettings:
     keep_failed: bool = True
     keep_slower_than: float | None = None
     causes_slower_than: float | None = None
+    #: Seconds to the first token, and between tokens.
+    targets: tuple[float | None, float | None] = (None, None)
     content: ContentCapture | None = None
     tenant: str | None = None
     endpoint: str | None = None
@@ -163,6 +167,10 @@ class TraceSettings:
             keep_failed=env.flag("SGL_ASPECTS_TRACE_KEEP_FAILED", True),
             keep_slower_than=env.number("SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN"),
             causes_slower_than=env.number("SGL_ASPECTS_TRACE_CAUSES"),
+            targets=(
+                env.number("SGL_ASPECTS_TRACE_TARGET_TTFT"),
+                env.number("SGL_ASPECTS_TRACE_TARGET_ITL"),
+            ),
             content=ContentCapture.from_environment(),
             tenant=_tenant(env.text("SGL_ASPECTS_TRACE_TENANT")),
             endpoint=endpoint,

@@ -130,7 +130,7 @@ class Collector:
             raise faults[0]
         for fault in faults:
             report_line(f"{fault}; the other exporters go on")
-        self._metrics = CollectorMetrics(folder, readers, resource) if readers else None
+        self._metrics = CollectorMetrics(folder, readers, resource, settings.targets) if readers else None
         self._joiner = Joiner(
             resource,
             self._spans.append,

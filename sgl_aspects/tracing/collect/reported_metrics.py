@@ -31,10 +31,16 @@ class CollectorMetrics:
     and subtracted, so that a backend counts them once.
     """
 
-    def __init__(self, folder: str, readers: Sequence[MetricReader], resource: Resource) -> None:
+    def __init__(
+        self,
+        folder: str,
+        readers: Sequence[MetricReader],
+        resource: Resource,
+        targets: tuple[float | None, float | None] = (None, None),
+    ) -> None:
         self._readers = readers
         provider = MeterProvider(readers, resource, shutdown_on_exit=False)
-        self.engine = EngineMetrics(provider.get_meter("sgl_aspects", __version__))
+        self.engine = EngineMetrics(provider.get_meter("sgl_aspects", __version__), targets)
         self._reported = Path(folder, _REPORTED)
         self._before = self._last = 0
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):

@@ -80,8 +80,10 @@ class _Counter:
 class EngineMetrics:
     """The instruments. Updated by one thread; exporters read them in theirs."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, targets: tuple[float | None, float | None] = (None, None)) -> None:
+        """``targets``: seconds to the first token, and between tokens; None: not one."""
         self._meter = meter
+        self._targets = targets
         self._boundaries: dict[Histogram, Sequence[float]] = {}
         self._duration = self._histogram(
             schema.REQUEST_DURATION, "s", "How long a request took, however it ended.", REQUEST_DURATION
@@ -114,6 +116,10 @@ class EngineMetrics:
             STEP_DURATION,
         )
         self._tokens = _Counter(meter, schema.TOKENS, "{token}", "Tokens of ended requests.")
+        if any(target is not None for target in targets):
+            self._judged = _Counter(
+                meter, schema.JUDGED, "{request}", "Requests by whether they kept the latency targets."
+            )
         self._hits = _Counter(
             meter, schema.CACHE_HIT_TOKENS, "{token}", "Prompt tokens found in the prefix cache."
         )
@@ -182,12 +188,27 @@ class EngineMetrics:
         first = _number(values, schema.TIME_TO_FIRST_TOKEN)
         if first is None and first_token_ns:
             first = (first_token_ns - begin.start_ns) / 1e9
+        per_token = None
+        if first is not None and output is not None and output > 1:
+            per_token = max(0.0, duration - first) / (output - 1)
+        self._judge(values, end.error, (first, per_token), common)
         if end.error or first is None or first < 0:
             return
         self._record(self._first_token, first, common, of_trace)
-        if output is not None and output > 1:
-            per_token = max(0.0, duration - first) / (output - 1)
+        if per_token is not None:
             self._record(self._per_token, per_token, common, of_trace)
+
+    def _judge(
+        self, values: Mapping[str, Any], error: str, times: tuple[float | None, ...], labels: _Labels
+    ) -> None:
+        """Count whether it kept the targets: a failed one did not, and callers' mistakes are left out."""
+        if self._targets == (None, None) or 400 <= (_number(values, schema.STATUS_CODE) or 0) < 500:
+            return
+        late = any(
+            seconds is not None and target is not None and seconds > target
+            for seconds, target in zip(times, self._targets)
+        )
+        self._judged.add(1, (*labels, (schema.KEPT_TARGETS, "false" if error or late else "true")))
 
     def _label_of(self, tenant: str) -> str:
         """Return the tenant, or for all beyond the first ones the same word: a label has few values."""
