@@ -18,6 +18,8 @@ class Usage:
     name: str
     requests: int = 0
     failed: int = 0
+    #: Callers' mistakes (4xx), which no target is kept or missed by.
+    refused: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
     device_seconds: float = 0.0
@@ -25,9 +27,10 @@ class Usage:
     in_time: int = 0
 
     @property
-    def goodput(self) -> float:
-        """The share of requests that kept the targets."""
-        return self.in_time / self.requests
+    def goodput(self) -> float | None:
+        """The share of requests that kept the targets, of those that were not refused; None if all were."""
+        judged = self.requests - self.refused
+        return self.in_time / judged if judged else None
 
 
 def usage_of(
@@ -53,7 +56,10 @@ def usage_of(
         usage.output_tokens += output
         usage.device_seconds += device.get(request.span_id, 0.0)
         gap = (request.seconds - first) / (output - 1) if output > 1 else 0.0
-        usage.in_time += not request.is_error and first <= first_token and gap <= between_tokens
+        if 400 <= request.number(schema.STATUS_CODE) < 500:
+            usage.refused += 1
+        else:
+            usage.in_time += not request.is_error and first <= first_token and gap <= between_tokens
     for name, usage in found.items():
         usage.name = name
     return sorted(found.values(), key=lambda usage: -usage.device_seconds)

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             *(f"{count:,}" for count in counts),
             duration(row.device_seconds),
             share,
-            f"{row.goodput:.1%}",
+            "–" if row.goodput is None else f"{row.goodput:.1%}",
         )
         table.add_row(escape(one_line(row.name or "none", 60)), *cells)
     Console(highlight=False).print(table)

@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from sgl_aspects.analysis.spans import read_spans
+from sgl_aspects.analysis.spans import Span, read_spans
 from sgl_aspects.analysis.usage import usage_of
 from sgl_aspects.cli.main import main
 from sgl_aspects.runtime import Engine, SamplingParams
@@ -95,3 +95,16 @@ def test_tenants_share_the_device_time_of_their_steps(
     assert main(["usage", str(file), "--ttft", "60"]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[2].split()[:2] == ["large", "2"]
+
+
+def test_a_callers_mistake_is_no_target_missed() -> None:
+    def request(number: int, status: int) -> Span:
+        attributes = {"http.response.status_code": status}
+        return Span(
+            "chat", str(number), str(number), "", True, 0, 1_000_000, attributes, (), is_error=status == 500
+        )
+
+    (usage,) = usage_of([request(1, 200), request(2, 400), request(3, 500)])
+    assert (usage.requests, usage.refused, usage.in_time, usage.goodput) == (3, 1, 1, 0.5)
+    (refused,) = usage_of([request(1, 400)])
+    assert refused.goodput is None
