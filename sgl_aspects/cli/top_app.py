@@ -43,7 +43,7 @@ class TopApp(App[None]):
         super().__init__()
         self._live = live
         self._interval = interval
-        self._is_paused = False
+        self._is_paused = self._is_asking = False
         self._view = View()
 
     def compose(self) -> ComposeResult:
@@ -93,12 +93,18 @@ class TopApp(App[None]):
         self._draw()
 
     def _ask_why(self) -> None:
-        if (selected := self._view.selected) is not None and not self._is_paused:
-            self.run_worker(partial(self._read_causes, selected), thread=True, exclusive=True)
+        selected = self._view.selected
+        # A thread cannot be cancelled: one that reads a full ring on a busy machine must not get company.
+        if selected is not None and not self._is_paused and not self._is_asking:
+            self._is_asking = True
+            self.run_worker(partial(self._read_causes, selected), thread=True)
 
     def _read_causes(self, selected: str) -> None:
-        with contextlib.suppress(ConfigError):  # the run has just ended
-            self.call_from_thread(self._show_causes, selected, causes_of(self._live.folder, selected))
+        try:
+            with contextlib.suppress(ConfigError):  # the run has just ended
+                self.call_from_thread(self._show_causes, selected, causes_of(self._live.folder, selected))
+        finally:
+            self._is_asking = False
 
     def _show_causes(self, selected: str, causes: Sequence[tuple[str, float, list[str]]]) -> None:
         if self._view.selected == selected:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,15 @@ from sgl_aspects.analysis.causes import Cause, Causes
 from sgl_aspects.analysis.spans import Span, read_spans
 from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.tracing import attach, schema
+from sgl_aspects.tracing.collect.process import Collector
+from sgl_aspects.tracing.settings import TraceSettings
+from tests.support import workers
 from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.usefixtures("forked_collectors", "forked_schedulers")
 
-SLOW = 0.25
+SLOW = 0.05
+spawn = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +80,20 @@ def test_a_slow_request_says_why_and_who_delayed_it(
 
 def test_no_request_says_why_unless_it_is_asked_for(model: Path, tmp_path: Path) -> None:
     assert not any(causes_on(span) for span in exported(model, tmp_path / "spans.jsonl"))
+
+
+def test_a_fault_in_explaining_loses_no_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(spans: Sequence[Any]) -> None:
+        raise ValueError("odd")
+
+    run, file = tmp_path / "run", tmp_path / "spans.jsonl"
+    run.mkdir()
+    owner = spawn.Process(
+        target=workers.record_like_a_scheduler, args=(str(run), [f"r{number}" for number in range(3)], "exit")
+    )
+    owner.start()
+    owner.join()
+    settings = TraceSettings(exporters=("otlp-json-file",), file=str(file))
+    Collector(str(run), settings, explainer=lambda settings: fail).finish()
+    assert len(read_spans(file)) > 0
+    assert capsys.readouterr().err.count("no causes on slow requests from here on: ValueError: odd") == 1

@@ -216,7 +216,11 @@ class Collector:
     def _offer(self) -> None:
         """Passes the joined spans on."""
         if self._explain is not None:
-            self._explain(self._spans)
+            try:
+                self._explain(self._spans)
+            except Exception as error:  # noqa: BLE001 - the spans go on without
+                report_line(f"no causes on slow requests from here on: {type(error).__name__}: {error}")
+                self._explain = None
         for pipeline in self._pipelines:
             pipeline.offer(self._spans)
         self._spans.clear()
