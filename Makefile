@@ -195,7 +195,7 @@ $(VLLM_VENV)/.ready: $(BUILT) tests/requirements/vllm.txt tests/requirements/vll
 BACKENDS := .integration-venv
 
 test-integration: $(VENV)/.dev $(BACKENDS)/.ready
-	PATH="$(CURDIR)/$(BACKENDS)/bin:$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/test_integration_backends.py tests/test_kubernetes.py
+	PATH="$(CURDIR)/$(BACKENDS)/bin:$$PATH" $(TESTS) -n 0 -m integration tests/test_integration_backends.py tests/test_kubernetes.py
 
 $(BACKENDS)/.ready: tests/requirements/backends.txt
 	@echo "installing Phoenix and Prometheus into $(BACKENDS) (about 0.9 GB, two minutes) ..."
