@@ -1,13 +1,15 @@
 """Growth of a process's memory, apart from the noise of its allocator.
 
 A process's private memory is read once a second. After the warm-up, in which caches fill, the readings
-are cut into parts, whose medians depend little on each other; a straight line through them has a slope and,
-by how far they lie from it, a standard error.
+are cut into parts, whose upper edges depend little on each other; a straight line through them has a slope
+and, by how far they lie from it, a standard error. The edge, without a part's two highest readings: memory
+that is given back for a while and taken again moves a part's median, and seldom its edge; a leak lifts both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,6 +19,8 @@ import psutil
 
 WARM_UP_SHARE = 0.35
 _PARTS = 12
+# Readings of a part that may be above its edge.
+_PEAKS = 2
 _MIB = 1 << 20
 
 
@@ -37,10 +41,11 @@ class Growth:
     def of(cls, readings: Sequence[int], seconds: float) -> Growth:
         """Compute it from readings in bytes, evenly spaced over this number of seconds."""
         size = len(readings) // _PARTS
-        medians = [statistics.median(readings[i * size : (i + 1) * size]) / _MIB for i in range(_PARTS)]
+        parts = [readings[i * size : (i + 1) * size] for i in range(_PARTS)]
+        edges = [heapq.nlargest(_PEAKS + 1, part)[-1] / _MIB for part in parts]
         hours = [(i + 0.5) * seconds / 3600 / _PARTS for i in range(_PARTS)]
-        slope, start = statistics.linear_regression(hours, medians)
-        squares = sum((found - start - slope * hour) ** 2 for hour, found in zip(hours, medians))
+        slope, start = statistics.linear_regression(hours, edges)
+        squares = sum((found - start - slope * hour) ** 2 for hour, found in zip(hours, edges))
         spread = sum((hour - statistics.fmean(hours)) ** 2 for hour in hours)
         return cls(slope, (squares / (_PARTS - 2) / spread) ** 0.5, seconds / 3600)
 

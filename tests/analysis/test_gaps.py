@@ -9,13 +9,21 @@ import signal
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from opentelemetry.sdk.resources import Resource
 
 from sgl_aspects.analysis.causes import Cause, Causes
 from sgl_aspects.analysis.spans import read_spans
 from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.collect.join import Joiner
+from sgl_aspects.tracing.collect.token_gaps import TokenGaps
+from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanEnd, SpanType
+from sgl_aspects.tracing.schema import DECODE, STEP
 from tests.support.otlp_receiver import http_receiver
 from tests.support.tiny_models import make_llama
 
@@ -87,3 +95,28 @@ def test_a_histogram_has_a_sample_for_each_gap_and_opens_the_trace(model: Path) 
             opened = {exemplar.trace_id.hex() for exemplar in receiver.exemplars(name)}
             assert opened
             assert opened <= traces, name
+
+
+@pytest.mark.parametrize("ends", ["before it decodes", "while it decodes"])
+def test_a_request_that_ends_in_no_step_is_not_followed_for_ever(ends: str) -> None:
+    """Its caller went away: the scheduler writes its next token's step without it."""
+    gaps = TokenGaps()
+    joiner: Any = Joiner(Resource({}), lambda span: None, on_forgotten=gaps.forget)
+    caller, scheduler = (SimpleNamespace(name=name, process_id=1, was_detached=False) for name in "ab")
+    joiner.add(
+        caller,
+        RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}),
+        RequestSent(7),
+        SpanEnd(SpanType("request"), 7, 7, 0, 5, 20 if ends == "before it decodes" else 40, error="abort"),
+    )
+    decodes = SpanBegin(DECODE, 9, 8, 8, 30), SpanEnd(DECODE, 9, 8, 8, 30, 50, [3, "abort"])
+    joiner.add(scheduler, RequestSeen(8, "r", 6), *decodes)
+    for record in decodes:
+        assert not list(gaps.take(record))
+    assert len(gaps) == 1  # until the last step that may tell of it is read
+    for number in range(100, 6000):
+        step = SpanEnd(STEP, number, number, 0, 50 + number, 51 + number)
+        joiner.add(scheduler, step)
+        assert not list(gaps.take(step))
+        joiner.match_waiting()
+    assert len(gaps) == 0

@@ -70,7 +70,8 @@ class Joiner:
     records whose request was not read; ``not_sampled``: spans of requests left out by their caller, or by the
     sampling and then the ``tail`` choice. ``joins_partial``: at the end, spans whose request was not read are
     emitted too, each request in a trace of its own. ``on_request`` is called for every request that ends,
-    sampled or not, with the time of its first token in the scheduler (0: none).
+    sampled or not, with the time of its first token in the scheduler (0: none); ``on_forgotten`` some time
+    after its end, with its ids, when no record refers to it any longer.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Joiner:
         joins_partial: bool = False,
         tail: TailChoice | None = None,
         on_request: Callable[[RequestBegin, SpanEnd, int], None] | None = None,
+        on_forgotten: Callable[[Sequence[int]], None] | None = None,
         limits: SpanLimits | None = None,
     ) -> None:
         self._builder = SpanBuilder(resource, limits or SpanLimits())
@@ -90,7 +92,7 @@ class Joiner:
         # Spans of requests left out unless they fail or are slow; the arguments of ``_emit_span``.
         self._undecided: Waiting[int, _Arguments] = Waiting()
         self._joins_partial = joins_partial
-        self._roots = Roots()
+        self._roots = Roots(on_forgotten)
         self._open: dict[int, tuple[Writer, SpanBegin | RequestBegin]] = {}
         # By request id; by the id of the root that a span belongs or links to.
         self._unmatched: Waiting[str, tuple[float, Writer, RequestSeen]] = Waiting()

@@ -136,6 +136,7 @@ class Collector:
             self._spans.append,
             tail=_tail_choice(settings),
             on_request=None if self._metrics is None else self._metrics.engine.request_ended,
+            on_forgotten=self._gaps.forget,
             limits=SpanLimits.from_environment(),
         )
         self._joiner.woven_ns = woven_ns(Path(folder))

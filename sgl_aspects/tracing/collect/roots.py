@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import TraceState
@@ -96,9 +97,13 @@ class Root(RootContext):
 
 
 class Roots:
-    """The roots that later records may refer to; of those that have ended, the latest few thousand."""
+    """The roots that later records may refer to; of those that have ended, the latest few thousand.
 
-    def __init__(self) -> None:
+    ``on_forgotten`` is called with the ids of each request of this host that is forgotten.
+    """
+
+    def __init__(self, on_forgotten: Callable[[Sequence[int]], None] | None = None) -> None:
+        self._on_forgotten = on_forgotten
         self._by_id: dict[int, Root] = {}
         self._requests: dict[str, list[Root]] = {}
         self._ended: collections.deque[Root] = collections.deque()
@@ -183,6 +188,8 @@ class Roots:
         for span_id in root.ids:
             self._by_id.pop(span_id, None)
         if root.begin is not None:
+            if self._on_forgotten is not None:
+                self._on_forgotten(root.ids)
             same_id = self._requests.get(root.begin.request_id, [])
             if root in same_id:
                 same_id.remove(root)

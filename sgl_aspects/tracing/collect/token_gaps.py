@@ -6,7 +6,7 @@ takes part in. A step that makes several tokens for a request (speculation) is o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sgl_aspects.tracing import schema
@@ -14,7 +14,7 @@ from sgl_aspects.tracing.records import SpanBegin, SpanEnd
 
 _DECODE = schema.DECODE.name
 _REASON = tuple(schema.DECODE.attributes).index(schema.FINISH_REASON)
-# Cap on followed requests: some end in no step, such as aborted ones.
+# Cap on followed requests: those of another host, or whose begin was dropped, are not forgotten with a span.
 _MOST_REQUESTS = 50_000
 
 
@@ -32,6 +32,15 @@ class TokenGaps:
 
     def __init__(self) -> None:
         self._latest: dict[int, _Latest] = {}
+
+    def __len__(self) -> int:
+        """Return the number of followed requests."""
+        return len(self._latest)
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Follow a request with these keys no longer: aborted and refused ones end in no step."""
+        for key in keys:
+            self._latest.pop(key, None)
 
     def take(self, record: SpanBegin | SpanEnd) -> Iterator[tuple[int, int]]:
         """Yield (the request's key, nanoseconds) for each token that the record brings but the first."""
