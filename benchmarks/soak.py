@@ -40,8 +40,8 @@ CHUNK = 512
 #: MiB by which a process may grow after the warm-up, for caches that fill late. A leak shows in an hour.
 MOST_GROWTH = 3.0
 #: glibc keeps freed memory. Otherwise it gives back and takes again a block of 13 MiB in the scheduler, for
-#: minutes at a time, which reads as growth of 24 ± 10 MiB an hour. All of it, blocks of up to 32 MiB (the most
-#: that glibc accepts) included, is in one arena, which grows only if more is in use than ever before.
+#: minutes at a time, which reads as growth of 24 ± 10 MiB an hour. All of it, blocks of up to 32 MiB (glibc's
+#: limit) included, is in one arena, which grows only if more is in use than ever before.
 KEEPING = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
