@@ -15,6 +15,7 @@ class TraceOptions(NamedTuple):
     ``measures``: steps that are not traced leave figures for the metrics. ``content``: None unless prompts
     and answers are recorded. ``takes_context``: a request's headers may name its caller's trace.
     ``attached``: the engine was running before, and may have open requests. ``tenant``: see ``tenant_of``.
+    ``older_names``: attributes that the conventions have renamed keep their former name, too.
     """
 
     parent_based: bool = True
@@ -23,6 +24,7 @@ class TraceOptions(NamedTuple):
     takes_context: bool = True
     attached: bool = False
     tenant: str = ""
+    older_names: bool = False
 
 
 DEFAULTS = TraceOptions()

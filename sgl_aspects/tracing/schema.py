@@ -1,13 +1,18 @@
-"""Every span, attribute and metric name, once. docs/tracing.md describes them."""
+"""Every span, attribute and metric name, once. docs/tracing.md describes them.
+
+docs/make_names.py makes docs/names/README.md of this module, whose sections say what has an attribute.
+"""
 
 from __future__ import annotations
 
 from sgl_aspects.tracing.records import SpanType
 
-# -- attributes: OpenTelemetry's GenAI conventions ------------------------------------------------------
+# -- attributes of requests ----------------------------------------------------------------------------
 
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
+#: Its older name; left out where OTEL_SEMCONV_STABILITY_OPT_IN asks for the newest names.
+SYSTEM = "gen_ai.system"
 REQUEST_MODEL = "gen_ai.request.model"
 REQUEST_ID = "gen_ai.request.id"
 #: Sampling parameters: ``REQUEST_PREFIX`` and one of ``REQUEST_ATTRIBUTES``.
@@ -42,15 +47,33 @@ TIME_TO_TOKENIZE = "sgl_aspects.latency.time_to_tokenize"
 TIME_TO_QUEUE = "sgl_aspects.latency.time_to_queue"
 INPUT_MESSAGES = "gen_ai.input.messages"
 OUTPUT_MESSAGES = "gen_ai.output.messages"
-
 STATUS_CODE = "http.response.status_code"
+#: The caller's own id of its request, as OpenTelemetry's HTTP conventions have it.
+HEADER_REQUEST_ID = "http.request.header.x-request-id"
+#: Where its engine schedules by priority.
+PRIORITY = "sgl_aspects.priority"
+#: The OpenTelemetry name of what its output must follow, if that is JSON.
+OUTPUT_TYPE = "gen_ai.output.type"
+#: Of the cached tokens of a prompt, those that came from the host's memory, and from storage.
+HOST_TOKENS = "sgl_aspects.prefix_cache.host_tokens"
+STORAGE_TOKENS = "sgl_aspects.prefix_cache.storage_tokens"
+#: For prefill and decode on two servers: the request's shared number.
+BOOTSTRAP_ROOM = "sgl_aspects.bootstrap_room"
+#: Whom the request was for, by the header or baggage entry that SGL_ASPECTS_TRACE_TENANT names.
+TENANT = "sgl_aspects.tenant"
+#: Of a slow request: seconds, by cause (analysis/causes.py); and the ids of requests that delayed it.
+CAUSE_PREFIX = "sgl_aspects.cause."
+CULPRITS = "sgl_aspects.cause.culprits"
+
+# -- attributes of any span ----------------------------------------------------------------------------
+
 ERROR_TYPE = "error.type"
 UNFINISHED_FLAG = "sgl_aspects.unfinished"
 #: For what began before attach, and what was open at detach.
 ATTACHED_FLAG = "sgl_aspects.attached"
 DETACHED_FLAG = "sgl_aspects.detached"
 
-# -- attributes: sgl-aspects' own ----------------------------------------------------------------------
+# -- attributes of other spans -------------------------------------------------------------------------
 
 FINISH_REASON = "sgl_aspects.finish_reason"
 PREFILL_TOKENS = "sgl_aspects.prefill.tokens"
@@ -77,33 +100,17 @@ SHAPE = "sgl_aspects.operator.shape"
 KV_TOKENS = "sgl_aspects.kv.tokens"
 KV_HIT_TOKENS = "sgl_aspects.kv.hit_tokens"
 KV_BYTES = "sgl_aspects.kv.bytes"
-#: A request's, where its engine schedules by priority.
-PRIORITY = "sgl_aspects.priority"
 #: Of speculative decoding: tokens that were drafted for a request, and how many of them it got. Metrics, too.
 DRAFTED_TOKENS = "sgl_aspects.speculation.drafted_tokens"
 ACCEPTED_TOKENS = "sgl_aspects.speculation.accepted_tokens"
-#: How many were accepted at each position of a draft, a list; of the metric the position, from 0.
+#: How many were accepted at each position of a draft, a list.
 ACCEPTED_AT = "sgl_aspects.speculation.accepted_at"
-POSITION = "sgl_aspects.speculation.position"
-#: What a request's output must follow: json, regex, …; and its OpenTelemetry name, if the output is JSON.
+#: What a request's output must follow: json, regex, …
 GRAMMAR_KIND = "sgl_aspects.grammar.kind"
-OUTPUT_TYPE = "gen_ai.output.type"
 #: The name of a LoRA adapter.
 ADAPTER = "sgl_aspects.adapter"
-#: Of the cached tokens of a prompt, those that came from the host's memory, and from storage.
-HOST_TOKENS = "sgl_aspects.prefix_cache.host_tokens"
-STORAGE_TOKENS = "sgl_aspects.prefix_cache.storage_tokens"
-#: For prefill and decode on two servers: the request's shared number, and the transferred bytes.
-BOOTSTRAP_ROOM = "sgl_aspects.bootstrap_room"
+#: For prefill and decode on two servers.
 KV_TRANSFER_BYTES = "sgl_aspects.kv_transfer.bytes"
-#: The caller's own id of its request, as OpenTelemetry's HTTP conventions have it.
-HEADER_REQUEST_ID = "http.request.header.x-request-id"
-
-#: Whom the request was for, by the header or baggage entry that SGL_ASPECTS_TRACE_TENANT names.
-TENANT = "sgl_aspects.tenant"
-#: Of a slow request: seconds, by cause (analysis/causes.py); and the ids of requests that delayed it.
-CAUSE_PREFIX = "sgl_aspects.cause."
-CULPRITS = "sgl_aspects.cause.culprits"
 
 # -- attributes of a process's resource ----------------------------------------------------------------
 
@@ -113,8 +120,14 @@ TRANSFER_BACKEND = "sgl_aspects.disaggregation.transfer_backend"
 RANK = "sgl_aspects.rank"
 NODE_RANK = "sgl_aspects.node.rank"
 
+# -- attributes of metrics -----------------------------------------------------------------------------
+
 EXPORTER = "sgl_aspects.exporter"
 TOKEN_TYPE = "gen_ai.token.type"
+#: In a draft, from 0.
+POSITION = "sgl_aspects.speculation.position"
+#: Whether a request kept the targets of latency: goodput is the share of "true".
+KEPT_TARGETS = "sgl_aspects.goodput.kept"
 
 # -- metrics -------------------------------------------------------------------------------------------
 
@@ -125,9 +138,8 @@ TIME_PER_OUTPUT_TOKEN = "gen_ai.server.time_per_output_token"
 TOKEN_USAGE = "gen_ai.client.token.usage"
 INTER_TOKEN_LATENCY = "sgl_aspects.inter_token_latency"
 TOKENS = "sgl_aspects.tokens"
-#: Requests, where there are targets of latency, and their attribute: goodput is the share of "true".
+#: Requests, where there are targets of latency.
 JUDGED = "sgl_aspects.goodput.requests"
-KEPT_TARGETS = "sgl_aspects.goodput.kept"
 CACHE_HIT_TOKENS = "sgl_aspects.prefix_cache.hit_tokens"
 STEP_DURATION = "sgl_aspects.step.duration"
 STEP_TOKENS = "sgl_aspects.step.tokens"

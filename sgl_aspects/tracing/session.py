@@ -23,6 +23,7 @@ from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.settings import RUN, TraceSettings
+from sgl_aspects.tracing.variables import LATEST_NAMES, warn_of_unknown
 
 if TYPE_CHECKING:
     from sgl_aspects.tracing.sdk import SdkRecorder
@@ -63,6 +64,7 @@ class TraceSession:
         if settings.level and settings.recorder == "sdk":
             from sgl_aspects.tracing.sdk import SdkRecorder
 
+            warn_of_unknown(settings.opted_in)
             self.recorder = SdkRecorder(settings.level)
             self._set_environment({_LEVEL: str(settings.level)})  # processes started later inherit it
             self._attach(_options(settings, measures=True))
@@ -86,6 +88,7 @@ class TraceSession:
             self.recorder = RingRecorder(self.run_folder, settings.level, sample)
             self.recorder.when_full = when_full
         else:
+            warn_of_unknown(settings.opted_in)
             if native.compiled is None and env.flag(native.VARIABLE, default=True):
                 logger.warning("the compiled step path is %s; steps are recorded in Python", native.state())
             has_metrics = bool(settings.metric_exporters)
@@ -222,7 +225,13 @@ def _without_taken_port(settings: TraceSettings) -> TraceSettings:
 def _options(settings: TraceSettings, measures: bool, attached: bool = False) -> TraceOptions:
     parent_based, takes_context = settings.sampler.parent_based, settings.takes_context
     return TraceOptions(
-        parent_based, measures, settings.content, takes_context, attached, settings.tenant or ""
+        parent_based,
+        measures,
+        settings.content,
+        takes_context,
+        attached,
+        settings.tenant or "",
+        older_names=LATEST_NAMES not in settings.opted_in,
     )
 
 

@@ -37,6 +37,8 @@
                                         checked before (:mod:`~sgl_aspects.tracing.variables`), as are
                                         ``OTEL_BSP_…``, ``OTEL_METRIC_EXPORT_…`` and the limits of spans
 ``OTEL_SERVICE_NAME``                   and ``OTEL_RESOURCE_ATTRIBUTES``: read by OpenTelemetry's SDK
+``OTEL_SEMCONV_STABILITY_OPT_IN``       gen_ai_latest_experimental: only the conventions' newest names
+                                        (unset: ``gen_ai.system``, too)
 ``OTEL_SDK_DISABLED``                   true turns everything off
 ======================================  ==============================================================
 """
@@ -65,6 +67,7 @@ from sgl_aspects.tracing.variables import (
     check_exported,
     check_otlp,
     normalise,
+    opted_in,
     secrets,
     without_secrets,
 )
@@ -125,6 +128,8 @@ class TraceSettings:
     targets: tuple[float | None, float | None] = (None, None)
     content: ContentCapture | None = None
     tenant: str | None = None
+    #: Values of OTEL_SEMCONV_STABILITY_OPT_IN.
+    opted_in: tuple[str, ...] = ()
     endpoint: str | None = None
     metrics_endpoint: str | None = None
     file: str | None = None
@@ -173,6 +178,7 @@ class TraceSettings:
             ),
             content=ContentCapture.from_environment(),
             tenant=_tenant(env.text("SGL_ASPECTS_TRACE_TENANT")),
+            opted_in=opted_in(),
             endpoint=endpoint,
             metrics_endpoint=env.text(_METRICS_ENDPOINT) or base,
             file=file,

@@ -40,6 +40,11 @@ _CHOICES = {
         "base2_exponential_bucket_histogram",
     ),
 }
+_OPT_IN = "OTEL_SEMCONV_STABILITY_OPT_IN"
+#: Opts in to the newest names of the GenAI conventions alone.
+LATEST_NAMES = "gen_ai_latest_experimental"
+# What other instrumentations read in the same variable.
+_OF_OTHERS = ("http", "database", "messaging", "rpc", "code", "k8s")
 _COMPRESSIONS = {"grpc": ("none", "gzip"), "http/protobuf": ("none", "gzip", "deflate")}
 _QUEUE = 8192
 _BATCH = 2048
@@ -122,6 +127,19 @@ def tls_files(signal: str) -> TlsFiles:
     return TlsFiles(
         *(_named(signal, kind)[1] for kind in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"))
     )
+
+
+def opted_in() -> tuple[str, ...]:
+    """Read ``OTEL_SEMCONV_STABILITY_OPT_IN``: the conventions whose newest names are wanted."""
+    return env.names(_OPT_IN) or ()
+
+
+def warn_of_unknown(opted_in: tuple[str, ...]) -> None:
+    """Log the values that no instrumentation knows: the variable is others', too, so it is not an error."""
+    known = {LATEST_NAMES, *_OF_OTHERS, *(f"{name}/dup" for name in _OF_OTHERS)}
+    unknown = [value for value in opted_in if value not in known]
+    if unknown:
+        logger.warning("%s: unknown %s; tracing reads %s", _OPT_IN, ", ".join(unknown), LATEST_NAMES)
 
 
 def compression(signal: str, protocol: str) -> str:

@@ -49,6 +49,7 @@ _GAUGES = (
 _OF_REQUEST = (
     schema.OPERATION,
     schema.PROVIDER,
+    schema.SYSTEM,
     schema.REQUEST_MODEL,
     schema.RESPONSE_MODEL,
 )

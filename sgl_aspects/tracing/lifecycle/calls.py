@@ -35,6 +35,7 @@ from sgl_aspects.tracing.schema import (
     REQUEST_MODEL,
     REQUEST_PREFIX,
     RESPONSE_MODEL,
+    SYSTEM,
     TEMPLATE,
     TENANT,
     TOKENIZE,
@@ -120,6 +121,10 @@ class CallTracker:
         self.content = options.content
         self._tenant = options.tenant
         self._recorder, self._engine = recorder, engine
+        provider = engine.provider_name
+        self._provider = (
+            {PROVIDER: provider, SYSTEM: provider} if options.older_names else {PROVIDER: provider}
+        )
         self._process = process or ProcessTracker(recorder)
         self._parent_based = options.parent_based
         self._write_request = recorder.spans(REQUEST)
@@ -180,7 +185,7 @@ class CallTracker:
         rid = rid or self._rids(request)[0]
         attributes: dict[str, AttributeValue] = {
             OPERATION: operation,
-            PROVIDER: self._engine.provider_name,
+            **self._provider,
             REQUEST_MODEL: model,
             RESPONSE_MODEL: served,
             REQUEST_ID: str(rid),
@@ -369,7 +374,7 @@ class CallTracker:
         """Record a request that the HTTP server rejected before it reached the engine."""
         origin = context.of_request(headers, self._recorder.sample, self._parent_based)
         call = Call(self._recorder.new_id(), "", exchange.start_ns, origin, operation, exchange=exchange)
-        self._begun(call, {OPERATION: operation, PROVIDER: self._engine.provider_name})
+        self._begun(call, {OPERATION: operation, **self._provider})
         values = [None] * (len(REQUEST.attributes) - 1)
         self._write(call, monotonic_ns(), [*values, exchange.status], str(exchange.status))
 
