@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -103,6 +103,25 @@ class Role:
 
 
 @dataclass(frozen=True)
+class Repeats:
+    """How a batch shows that it only decodes the requests of the one before.
+
+    For engines whose batch is a new object in each step: the compiled step path compares these attributes
+    instead of calling ``batch.summary``.
+
+    ``of``: the batch's attribute that has ``ids``, the list of its requests' ids, and ``resumed``, which is
+    empty then; ``count``: the batch's attribute with its number of tokens, then one for each request.
+    ``unless``: a container of the integration's; while it is filled, a batch is read in full.
+    """
+
+    of: str
+    ids: str
+    resumed: str
+    count: str
+    unless: Sized = ()
+
+
+@dataclass(frozen=True)
 class Engine:
     """One engine: its provider name for spans, its roles, and the attributes of its objects.
 
@@ -112,6 +131,8 @@ class Engine:
     observations``; ``own_roles``: roles for them, under names of their own.
     ``outcomes``: the engine's reasons why a request ended, if they are not the usual ones: ``"length"``
     (finished), ``"stop"`` (stopped), ``"abort"`` (aborted), ``"error"`` (failed).
+    ``repeats``: how a decode step is recognized cheaply; without it ``batch.summary`` or ``batch.mode`` and
+    ``batch.reqs`` are read in each step.
     """
 
     name: str
@@ -121,6 +142,7 @@ class Engine:
     observers: Callable[[Lifecycle], Iterable[Observation]] | None = None
     own_roles: Mapping[str, Role] = field(default_factory=dict)
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    repeats: Repeats | None = None
 
     def __post_init__(self) -> None:
         for name in (self.name, self.provider_name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import Any, NamedTuple
 
-from sgl_aspects.engines.base import Role
+from sgl_aspects.engines.base import Repeats, Role
 from sgl_aspects.engines.vllm.scheduler import Scheduled
 
 _verified = Role(
@@ -81,30 +81,18 @@ _latest: dict[str, int] = {}
 
 
 def summary(batch: Any) -> tuple[_Mode, Any] | None:
-    """Return mode and requests; None for a batch that only lists ended requests, for the workers.
-
-    Nearly every step decodes the requests of the one before, which takes no other call: as many tokens as
-    requests, none of them new or scheduled again.
-    """
-    global _decoded, _decoding
-    cached = batch.scheduled_cached_reqs
-    if (
-        cached.req_ids == _decoding
-        and batch.total_num_scheduled_tokens == len(_decoding)
-        and not cached.resumed_req_ids
-        and not scheduled.seen
-    ):
-        return _decoded
+    """Return mode and requests; None for a batch that only lists ended requests, for the workers."""
     if scheduled.seen:
         scheduled.begin_transfers()
-    if not batch.num_scheduled_tokens:
-        return None
-    found = mode(batch), reqs(batch)
-    if found[0] is _DECODE:
-        _decoded, _decoding = found, list(cached.req_ids)
-    return found
+    return (mode(batch), reqs(batch)) if batch.num_scheduled_tokens else None
 
 
-#: The summary of the latest batch that decodes, and its requests in the order of the message.
-_decoded: tuple[_Mode, Any] | None = None
-_decoding: list[str] = []
+#: Nearly every step decodes the requests of the one before: as many tokens as requests, none of them new or
+#: scheduled again.
+repeats = Repeats(
+    of="scheduled_cached_reqs",
+    ids="req_ids",
+    resumed="resumed_req_ids",
+    count="total_num_scheduled_tokens",
+    unless=scheduled.seen,
+)

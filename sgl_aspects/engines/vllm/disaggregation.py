@@ -73,16 +73,18 @@ def description(settings: Any) -> dict[str, Any]:
 
 
 class Transfers:
-    """Reports the transfers of one scheduler's requests to the tracker, before and after their own work."""
+    """Reports the transfers of one scheduler's requests to the tracker, before and after their own work.
 
-    def __init__(self, trackers: Lifecycle) -> None:
+    ``seen``: requests that a connector has just seen, and when.
+    """
+
+    def __init__(self, trackers: Lifecycle, seen: dict[str, tuple[Any, int]]) -> None:
         self._requests = trackers.requests
         call = trackers.engine.call_reader
         self._begun = call("begin_transfer", "req")
         self._scheduler, self._ended = call("end_transfers", "scheduler"), call("end_transfers", "ended")
         self._freed = call("free_blocks", "req")
-        #: Requests that a connector has just seen, and when.
-        self.seen: dict[str, tuple[Any, int]] = {}
+        self.seen = seen
 
     def observations(self) -> Iterable[Observation]:
         return [

@@ -315,4 +315,5 @@ VLLM = Engine(
     own_roles=disaggregation.ROLES,
     observers=batch.scheduled.observations,
     outcomes={"repetition": Outcome.STOPPED},
+    repeats=batch.repeats,
 )

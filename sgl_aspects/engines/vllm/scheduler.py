@@ -23,13 +23,13 @@ class Scheduled:
         self._begun: dict[str, None] = {}
         self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._transfers: Transfers | None = None
-        #: Requests that a connector has seen since the latest batch.
-        self.seen: dict[str, Any] = {}
+        #: Requests that a connector has seen since the latest batch, and when.
+        self.seen: dict[str, tuple[Any, int]] = {}
 
     def observations(self, trackers: Lifecycle) -> Iterable[Observation]:
         self._begun.clear()
-        self._transfers = Transfers(trackers)
-        self.seen = self._transfers.seen
+        self.seen.clear()
+        self._transfers = Transfers(trackers, self.seen)
         scheduler = trackers.engine.call_reader("add_request", "scheduler")
 
         def add_request(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ processing of its result, for requests and steps together.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from time import monotonic_ns
 from typing import Any
@@ -91,6 +92,12 @@ class StepObserver(native.StepPath):
         self.result_at = engine.position("process_batch_result", "result")
         names = ("summary", "mode", "reqs", "step_id", "shared_id")
         sources = [self._source(engine, f"batch.{name}") for name in names]
+        repeats = engine.repeats
+        self._decoding = None if repeats is None else operator.attrgetter(f"{repeats.of}.{repeats.ids}")
+        if repeats is not None:
+            self.repeat_of, self.repeat_ids, self.repeat_resumed = repeats.of, repeats.ids, repeats.resumed
+            self.repeat_count, self.repeat_unless = repeats.count, repeats.unless
+        self.decoding = None  # the ids of the latest batch, if it only decodes
         self.summary_source, self.mode_source, self.reqs_source, self.number_source, self.id_source = sources
         # Of the latest batch: most decode steps repeat it.
         self.mode = self.reqs = None
@@ -184,6 +191,8 @@ class StepObserver(native.StepPath):
         tracker = self.tracker
         if reqs is not self.reqs or size != self.size:
             self._link(reqs, size)
+        if self._decoding is not None:
+            self.decoding = [*self._decoding(batch)] if self.decodes else None
         shared_id = 0 if self._shared_id is None or tracker.has_passes else self._shared_id(batch) or 0
         step = tracker.begin(now, batch, self._mode_text, size, tokens, shared_id)
         if prefill:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,18 @@ from sgl_aspects.engines import VLLM
 from sgl_aspects.engines.vllm.batch import shared_id
 from sgl_aspects.engines.vllm.scheduler import Scheduled
 from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.context import trace_id_of_root
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.steps import StepObserver
+from sgl_aspects.tracing.options import DEFAULTS
 from sgl_aspects.tracing.record import format as layout
-from sgl_aspects.tracing.schema import FORWARD
+from sgl_aspects.tracing.record import native
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
+from sgl_aspects.tracing.records import SpanEnd
+from sgl_aspects.tracing.schema import FORWARD, STEP
 from tests.support.phases import engine_receiver
+from tests.support.rings import read_all
 from tests.support.vllm_messages import batch
 
 
@@ -91,6 +100,43 @@ def test_a_summary_says_in_one_call_what_each_reader_says() -> None:
                 assert found is None
                 continue
             assert (found[0], dict.fromkeys(found[1])) == expected
+
+
+def recorded(folder: Path, *, in_c: bool) -> tuple[list[list[Any]], list[int]]:
+    """Return mode, size and tokens of each message's step, and the messages that Python was given."""
+    asked = []
+
+    class Observer(StepObserver):
+        def _run_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            asked.append(MESSAGES.index(args[1]))
+            return super()._run_enter(args, kwargs)
+
+    recorder = RingRecorder(str(folder))
+    recorder.open()
+    trackers = Trackers.of(VLLM, recorder, DEFAULTS)
+    for rid in "abc":
+        trackers.requests.resume(trackers.requests.queued(rid), 1)
+    observer = Observer(trackers)
+    scheduler = SimpleNamespace(waiting=[], running=[], kv_cache_manager=SimpleNamespace(usage=0.5))
+    enter = observer.run_enter if in_c else observer._run_enter
+    for message in MESSAGES:
+        result = object()
+        observer._run_exit(enter((None, message), {}), result, None)
+        observer._process_exit(observer._process_enter((scheduler, message, result), {}), None, None)
+    recorder.close()
+    told = [each for each in read_all(RunReader(str(folder))) if isinstance(each, SpanEnd)]
+    return [[*each.values[:3]] for each in told if each.type.name == STEP.name], asked
+
+
+@pytest.mark.skipif(native.compiled is None, reason=native.state())
+def test_a_batch_that_decodes_the_requests_of_the_one_before_is_recognized_in_c(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "python").mkdir()
+    in_c, asked = recorded(tmp_path / "c", in_c=True)
+    in_python, _ = recorded(tmp_path / "python", in_c=False)
+    assert in_c == in_python
+    assert len(in_c) == sum(bool(message.num_scheduled_tokens) for message in MESSAGES)
+    assert [number for number in range(len(MESSAGES)) if number not in asked] == [3, 4]
 
 
 def test_prompts_are_known_chunk_by_chunk_though_decodes_are_mixed_in() -> None:

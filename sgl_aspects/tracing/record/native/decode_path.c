@@ -118,6 +118,8 @@ typedef struct {
     /* Of a batch: an attribute's name, or a function; None where a batch has none. The summary is a tuple of mode
        and requests. */
     PyObject *summary_source, *mode_source, *reqs_source, *number_source, *id_source;
+    /* Attributes of a batch that show that it repeats the one before, which decoded the requests with these ids. */
+    PyObject *repeat_of, *repeat_ids, *repeat_resumed, *repeat_count, *repeat_unless, *decoding;
     Py_ssize_t ran_at, processing_at, processed_at, result_at, size, known;
     unsigned long long read_ns, waiting, running, usage;
     char decodes, measures;
@@ -437,12 +439,62 @@ StepPath_schedule_exit(PyObject *object, PyObject *const *args, Py_ssize_t count
     Py_RETURN_NONE;
 }
 
+/* Whether a container is known to be empty. */
+static inline int
+is_empty(PyObject *container)
+{
+    Py_ssize_t size = container == NULL ? -1 : PyObject_Size(container);
+    return size == 0;
+}
+
+/* Whether two lists have the same texts: mostly the same objects. */
+static int
+has_same_texts(PyObject *list, PyObject *before)
+{
+    Py_ssize_t size = PyList_GET_SIZE(list);
+    if (PyList_GET_SIZE(before) != size)
+        return 0;
+    for (Py_ssize_t at = 0; at < size; at++) {
+        PyObject *text = PyList_GET_ITEM(list, at), *other = PyList_GET_ITEM(before, at);
+        if (text != other && (!PyUnicode_CheckExact(text) || !PyUnicode_CheckExact(other) || PyUnicode_Compare(text, other)))
+            return 0;
+    }
+    return 1;
+}
+
+/* Whether a new batch decodes one token of each request of the one before, and nothing else. */
+static int
+decodes_again(StepPath *self, PyObject *batch)
+{
+    if (is_none(self->decoding) || !PyList_CheckExact(self->decoding) || PyList_GET_SIZE(self->decoding) != self->size
+        || !self->size || !is_empty(self->repeat_unless))
+        return 0;
+    PyObject *count = PyObject_GetAttr(batch, self->repeat_count);
+    int is_same = count != NULL && PyLong_CheckExact(count) && PyLong_AsSsize_t(count) == self->size;
+    Py_XDECREF(count);
+    PyObject *of = is_same ? PyObject_GetAttr(batch, self->repeat_of) : NULL;
+    if (of == NULL)
+        return 0;
+    PyObject *ids = PyObject_GetAttr(of, self->repeat_ids);
+    is_same = ids != NULL && PyList_CheckExact(ids) && has_same_texts(ids, self->decoding);
+    Py_XDECREF(ids);
+    if (is_same) {
+        PyObject *resumed = PyObject_GetAttr(of, self->repeat_resumed);
+        is_same = is_empty(resumed);
+        Py_XDECREF(resumed);
+    }
+    Py_DECREF(of);
+    return is_same;
+}
+
 /* Whether the batch has the mode and the requests of the one before. Their references are borrowed: the batch keeps
    them, or they are the same as before. */
 static int
 repeats(StepPath *self, PyObject *batch)
 {
     PyObject *mode, *reqs, *summary = NULL;
+    if (!is_none(self->repeat_of) && !is_none(self->repeat_ids))
+        return decodes_again(self, batch);
     if (is_none(self->summary_source)) {
         mode = read_from(batch, self->mode_source);
         Py_XDECREF(mode);
@@ -702,6 +754,7 @@ slow:
 static PyMemberDef StepPath_members[] = {
     OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, requests), OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
     OBJECT(StepPath, summary_source), OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source), OBJECT(StepPath, id_source),
+    OBJECT(StepPath, repeat_of), OBJECT(StepPath, repeat_ids), OBJECT(StepPath, repeat_resumed), OBJECT(StepPath, repeat_count), OBJECT(StepPath, repeat_unless), OBJECT(StepPath, decoding),
     SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
     SIZE(StepPath, result_at), SIZE(StepPath, size), SIZE(StepPath, known), NUMBER(StepPath, read_ns), NUMBER(StepPath, waiting),
     NUMBER(StepPath, running), NUMBER(StepPath, usage), FLAG(StepPath, decodes), FLAG(StepPath, measures), END};
@@ -711,7 +764,7 @@ static PyMethodDef StepPath_methods[] = {
     FAST(StepPath, schedule_enter), FAST(StepPath, schedule_exit), FAST(StepPath, run_enter),
     FAST(StepPath, run_exit), FAST(StepPath, process_enter), FAST(StepPath, process_exit),
     {NULL, NULL, 0, NULL}};
-COLLECTED(StepPath, tracker, 12)
+COLLECTED(StepPath, tracker, 18)
 
 /* -- its forward pass -------------------------------------------------------------------------------------- */
 
