@@ -97,7 +97,7 @@ class StepObserver(native.StepPath):
         if repeats is not None:
             self.repeat_of, self.repeat_ids, self.repeat_resumed = repeats.of, repeats.ids, repeats.resumed
             self.repeat_count, self.repeat_unless = repeats.count, repeats.unless
-        self.decoding = None  # the ids of the latest batch, if it only decodes
+        self.decoding: list[Any] | None = None  # the ids of the latest batch, if it only decodes
         self.summary_source, self.mode_source, self.reqs_source, self.number_source, self.id_source = sources
         # Of the latest batch: most decode steps repeat it.
         self.mode = self.reqs = None
