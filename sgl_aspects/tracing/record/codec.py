@@ -31,15 +31,8 @@ from sgl_aspects.tracing.records import (
 
 #: The values that need no conversion.
 PLAIN = frozenset((int, float, str, bool, type(None)))
-#: The first field of each record but a span's, which is the number of its type.
+#: The first field of a record; a span's is the number of its type, and those of others are in ``_RECORDS``.
 BEGIN, GROUP = "begin", "group"
-NAMES: dict[type, str] = {
-    RequestBegin: "request",
-    RequestSent: "sent",
-    RequestSeen: "seen",
-    RequestElsewhere: "elsewhere",
-    ProcessDescribed: "process",
-}
 _MARSHAL_VERSION = 2  # without references, which take longer; the same in every version of Python
 _NONE = type(None)
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in (int, float, bool, str, list, object)}
@@ -138,11 +131,13 @@ class Decoder:
                     raise DamagedError("a record with another checksum")
                 if not _is_safe(content):
                     raise DamagedError("a record of other things than plain values")
-                fields = marshal.loads(content)
-                if fields[0].__class__ is int:
-                    records.append(self._span(*fields))
-                elif (record := _READERS[fields[0]](self, *fields[1:])) is not None:
-                    records.append(record)
+                name, *fields = marshal.loads(content)
+                if name.__class__ is int:
+                    records.append(self._span(name, *fields))
+                elif name == GROUP:
+                    self._group(*fields)
+                else:
+                    records.append(self._record(*_RECORDS[name], fields))
             except _ERRORS:
                 damaged += 1
         return records, damaged
@@ -208,44 +203,15 @@ class Decoder:
         span: SpanEnd = _new(SpanEnd, fields)
         return span
 
-    def _begin(self, number: int, span_id: int, root_id: int, parent_id: int, start: int) -> SpanBegin:
-        _check(span_id | root_id | parent_id)
-        return SpanBegin(self._type(number), span_id, root_id, parent_id, self._time(start))
-
-    def _request(
+    def _record(
         self,
-        span_id: int,
-        request_id: str,
-        start: int,
-        trace_id: int,
-        parent_id: int,
-        sampled: bool,
-        state: str,
-        remote: bool,
-        name: str,
-        attributes: dict[Any, Any],
-    ) -> RequestBegin:
-        _check(span_id | parent_id, trace_id=trace_id)
-        _check_texts(request_id, state, name)
-        start, named = self._time(start), self._named(attributes)
-        ids = trace_id, parent_id, bool(sampled), state, bool(remote)
-        return RequestBegin(span_id, request_id, start, *ids, encodable(name), named)
-
-    def _sent(self, span_id: int) -> RequestSent:
-        _check(span_id)
-        return RequestSent(span_id)
-
-    def _seen(self, key: int, request_id: str, time_ns: int) -> RequestSeen:
-        _check(key)
-        _check_texts(request_id)
-        return RequestSeen(key, request_id, self._time(time_ns))
-
-    def _elsewhere(self, key: int, trace_id: int, span_id: int, sampled: bool) -> RequestElsewhere:
-        _check(key | span_id, trace_id=trace_id)
-        return RequestElsewhere(key, trace_id, span_id, bool(sampled))
-
-    def _process(self, attributes: dict[Any, Any]) -> ProcessDescribed:
-        return ProcessDescribed(self._named(attributes))
+        make: Callable[..., Record],
+        readers: tuple[Callable[[Decoder, Any], Any], ...],
+        fields: list[Any],
+    ) -> Record:
+        if len(fields) != len(readers):
+            raise DamagedError(f"a record of {len(fields)} fields")
+        return make(*[read(self, field) for read, field in zip(readers, fields)])
 
     def _named(self, attributes: dict[Any, Any]) -> dict[str, Any]:
         """Return attributes whose keys are the numbers of their names, or names that had no room."""
@@ -311,18 +277,6 @@ class Decoder:
             yield _parse_definition(data[start : start + size])
 
 
-#: A record's reader takes its fields: numbers of another type raise ``TypeError`` where they are checked.
-_READERS: dict[str, Callable[..., Record | None]] = {
-    BEGIN: Decoder._begin,
-    GROUP: Decoder._group,
-    "request": Decoder._request,
-    "sent": Decoder._sent,
-    "seen": Decoder._seen,
-    "elsewhere": Decoder._elsewhere,
-    "process": Decoder._process,
-}
-
-
 def is_plain(content: bytes) -> bool:
     """Return whether there is nothing but what :func:`encode` writes: marshal would also read references, on
     which it crashes, and code.
@@ -361,16 +315,47 @@ def _parse_definition(data: bytes) -> SpanType | str | None:
         return None
 
 
-def _check(*ids: int, trace_id: int = 1) -> None:
+def _check(*ids: int) -> None:
     """Raise ``DamagedError`` for a number that is too large or negative."""
     for each in ids:
         if each >> 64:
             raise DamagedError(f"an id of {each}")
-    if trace_id >> 128 or not trace_id:
-        raise DamagedError(f"a trace id of {trace_id}")
 
 
-def _check_texts(*texts: str) -> None:
-    for each in texts:
-        if each.__class__ is not str:
-            raise DamagedError(f"{each!r} in the place of a text")
+def _id(_: Decoder, number: int) -> int:
+    _check(number)
+    return number
+
+
+def _trace_id(_: Decoder, number: int) -> int:
+    if number >> 128 or not number:
+        raise DamagedError(f"a trace id of {number}")
+    return number
+
+
+def _flag(_: Decoder, value: Any) -> bool:
+    return bool(value)
+
+
+def _text(_: Decoder, text: Any) -> Any:
+    if text.__class__ is not str:
+        raise DamagedError(f"{text!r} in the place of a text")
+    return encodable(text)
+
+
+_time, _named = Decoder._time, Decoder._named
+#: Each record but spans and groups: what is made of it, and how each field is read. A field of another type
+#: raises ``TypeError`` where it is checked.
+_RECORDS: dict[str, tuple[Callable[..., Record], tuple[Callable[[Decoder, Any], Any], ...]]] = {
+    BEGIN: (SpanBegin, (Decoder._type, _id, _id, _id, _time)),
+    "request": (
+        RequestBegin,
+        (_id, _text, _time, _trace_id, _id, _flag, _text, _flag, _text, _named),
+    ),
+    "sent": (RequestSent, (_id,)),
+    "seen": (RequestSeen, (_id, _text, _time)),
+    "elsewhere": (RequestElsewhere, (_id, _trace_id, _id, _flag)),
+    "process": (ProcessDescribed, (_named,)),
+}
+#: The name of each in a ring.
+NAMES = {make: name for name, (make, _) in _RECORDS.items()}
