@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from opentelemetry.context import Context
-from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
 from sgl_aspects import compat
@@ -20,19 +20,53 @@ from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.export.step_time import AddedTime
 from sgl_aspects.tracing.records import AttributeValue, RequestBegin, SpanEnd, encodable
 
-# Boundaries from the conventions, in seconds and in tokens.
-REQUEST_DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-TIME_TO_FIRST_TOKEN = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+_USAGE = tuple(4**power for power in range(14))
+# Boundaries from the conventions, in seconds and in tokens; for steps from a fraction of a millisecond to the
+# seconds of a long prompt.
+_HISTOGRAMS: tuple[tuple[str, str, str, Sequence[float]], ...] = (
+    (
+        schema.REQUEST_DURATION,
+        "s",
+        "How long a request took, however it ended.",
+        (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+    ),
+    (
+        schema.SERVER_TIME_TO_FIRST_TOKEN,
+        "s",
+        "Time to the first token of successful answers, queue and prefill included.",
+        (*(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1), *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)),
+    ),
+    (
+        schema.TIME_PER_OUTPUT_TOKEN,
+        "s",
+        "Time per token after the first, of successful answers.",
+        (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+    ),
+    (
+        schema.INTER_TOKEN_LATENCY,
+        "s",
+        "Time between two tokens of a request, each one, from the scheduler's steps.",
+        (
+            *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04),
+            *(0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
+        ),
+    ),
+    (schema.TOKEN_USAGE, "{token}", "Tokens of a request, by type.", _USAGE),
+    (
+        schema.STEP_DURATION,
+        "s",
+        "Time that a scheduler's step adds: two may be open at once.",
+        (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    ),
 )
-TIME_PER_OUTPUT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-INTER_TOKEN_LATENCY = (
-    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04),
-    *(0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
+_COUNTERS = (
+    (schema.TOKENS, "{token}", "Tokens of ended requests."),
+    (schema.JUDGED, "{request}", "Requests by whether they kept the latency targets."),
+    (schema.CACHE_HIT_TOKENS, "{token}", "Prompt tokens found in the prefix cache."),
+    (schema.DRAFTED_TOKENS, "{token}", "Tokens drafted for requests."),
+    (schema.ACCEPTED_TOKENS, "{token}", "Drafted tokens accepted."),
+    (schema.STEP_TOKENS, "{token}", "Tokens fed to the model."),
 )
-TOKEN_USAGE = tuple(4**power for power in range(14))
-# For steps: from a fraction of a millisecond to the seconds of a long prompt.
-STEP_DURATION = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 #: The span type whose records report the scheduler's state.
 STEP = schema.STEP.name
@@ -85,64 +119,23 @@ class EngineMetrics:
         """``targets``: seconds to the first token, and between tokens; None: not one."""
         self._meter = meter
         self._targets = targets
-        self._boundaries: dict[Histogram, Sequence[float]] = {}
-        self._duration = self._histogram(
-            schema.REQUEST_DURATION, "s", "How long a request took, however it ended.", REQUEST_DURATION
-        )
-        self._first_token = self._histogram(
-            schema.SERVER_TIME_TO_FIRST_TOKEN,
-            "s",
-            "Time to the first token of successful answers, queue and prefill included.",
-            TIME_TO_FIRST_TOKEN,
-        )
-        self._per_token = self._histogram(
-            schema.TIME_PER_OUTPUT_TOKEN,
-            "s",
-            "Time per token after the first, of successful answers.",
-            TIME_PER_OUTPUT_TOKEN,
-        )
-        self._gap = self._histogram(
-            schema.INTER_TOKEN_LATENCY,
-            "s",
-            "Time between two tokens of a request, each one, from the scheduler's steps.",
-            INTER_TOKEN_LATENCY,
-        )
-        self._usage = self._histogram(
-            schema.TOKEN_USAGE, "{token}", "Tokens of a request, by type.", TOKEN_USAGE
-        )
-        self._step = self._histogram(
-            schema.STEP_DURATION,
-            "s",
-            "Time that a scheduler's step adds: two may be open at once.",
-            STEP_DURATION,
-        )
-        self._tokens = _Counter(meter, schema.TOKENS, "{token}", "Tokens of ended requests.")
-        if any(target is not None for target in targets):
-            self._judged = _Counter(
-                meter, schema.JUDGED, "{request}", "Requests by whether they kept the latency targets."
-            )
-        self._hits = _Counter(
-            meter, schema.CACHE_HIT_TOKENS, "{token}", "Prompt tokens found in the prefix cache."
-        )
-        self._drafted = _Counter(meter, schema.DRAFTED_TOKENS, "{token}", "Tokens drafted for requests.")
-        self._accepted = _Counter(meter, schema.ACCEPTED_TOKENS, "{token}", "Drafted tokens accepted.")
-        self._step_tokens = _Counter(meter, schema.STEP_TOKENS, "{token}", "Tokens fed to the model.")
+        self._histograms = {
+            name: meter.create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=boundaries)
+            for name, unit, text, boundaries in _HISTOGRAMS
+        }
+        self._boundaries = {name: boundaries for name, *_, boundaries in _HISTOGRAMS}
+        self._counters = {name: _Counter(meter, name, unit, text) for name, unit, text in _COUNTERS}
         self._tenants: set[str] = set()
         #: When an amount in a bucket of a histogram was kept with its trace.
-        self._kept: dict[tuple[Histogram, int], float] = {}
-        self._recorders: dict[tuple[Histogram, _Labels], Callable[[float], None]] = {}
+        self._kept: dict[tuple[str, int], float] = {}
+        self._recorders: dict[tuple[str, _Labels], Callable[[float], None]] = {}
         self._added = AddedTime()
         # By writer: its process and the figures of its latest step.
         self._states: dict[str, tuple[int, dict[str, AttributeValue]]] = {}
         for name, unit, description in _GAUGES:
             meter.create_observable_gauge(name, [self._reading_of(name)], unit, description)
 
-    def _histogram(self, name: str, unit: str, text: str, boundaries: Sequence[float]) -> Histogram:
-        made = self._meter.create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=boundaries)
-        self._boundaries[made] = boundaries
-        return made
-
-    def _is_exemplar(self, histogram: Histogram, amount: float) -> bool:
+    def _is_exemplar(self, histogram: str, amount: float) -> bool:
         """Choose the amounts whose trace is kept beside them: one a second for each bucket of a histogram.
 
         With a context an amount costs OpenTelemetry's SDK ten times as long.
@@ -159,10 +152,10 @@ class EngineMetrics:
         values = dict(zip(end.type.attributes, end.values))
         drafted, accepted = values.get(schema.DRAFTED_TOKENS), values.get(schema.ACCEPTED_TOKENS)
         if isinstance(drafted, int) and isinstance(accepted, int):
-            self._drafted.add(drafted, ())
+            self._counters[schema.DRAFTED_TOKENS].add(drafted, ())
             found: Any = values.get(schema.ACCEPTED_AT)
             for position, count in enumerate(found if isinstance(found, list) else [accepted]):
-                self._accepted.add(count, ((schema.POSITION, str(position)),))
+                self._counters[schema.ACCEPTED_TOKENS].add(count, ((schema.POSITION, str(position)),))
 
     def request_ended(self, begin: RequestBegin, end: SpanEnd, first_token_ns: int) -> None:
         """Count an ended request. ``first_token_ns``: the scheduler's (0: none), for non-streamed answers."""
@@ -176,16 +169,16 @@ class EngineMetrics:
         duration = max(0, end.end_ns - begin.start_ns) / 1e9
         named = (*common, (schema.ERROR_TYPE, end.error)) if end.error else common
         of_trace = (begin.trace_id, begin.span_id) if begin.sampled else None
-        self._record(self._duration, duration, named, of_trace)
+        self._record(schema.REQUEST_DURATION, duration, named, of_trace)
         prompt, output = (_number(values, f"gen_ai.usage.{name}_tokens") for name in ("input", "output"))
         for kind, count in (("input", prompt), ("output", output)):
             if count is not None:
                 labels = (*common, (schema.TOKEN_TYPE, kind))
-                self._record(self._usage, count, labels)
-                self._tokens.add(count, labels)
+                self._record(schema.TOKEN_USAGE, count, labels)
+                self._counters[schema.TOKENS].add(count, labels)
         cached = _number(values, schema.CACHED_TOKENS)
         if cached is not None:
-            self._hits.add(cached, common)
+            self._counters[schema.CACHE_HIT_TOKENS].add(cached, common)
         first = _number(values, schema.TIME_TO_FIRST_TOKEN)
         if first is None and first_token_ns:
             first = (first_token_ns - begin.start_ns) / 1e9
@@ -195,9 +188,9 @@ class EngineMetrics:
         self._judge(values, end.error, (first, per_token), common)
         if end.error or first is None or first < 0:
             return
-        self._record(self._first_token, first, common, of_trace)
+        self._record(schema.SERVER_TIME_TO_FIRST_TOKEN, first, common, of_trace)
         if per_token is not None:
-            self._record(self._per_token, per_token, common, of_trace)
+            self._record(schema.TIME_PER_OUTPUT_TOKEN, per_token, common, of_trace)
 
     def _judge(
         self, values: Mapping[str, Any], error: str, times: tuple[float | None, ...], labels: _Labels
@@ -209,7 +202,9 @@ class EngineMetrics:
             seconds is not None and target is not None and seconds > target
             for seconds, target in zip(times, self._targets)
         )
-        self._judged.add(1, (*labels, (schema.KEPT_TARGETS, "false" if error or late else "true")))
+        self._counters[schema.JUDGED].add(
+            1, (*labels, (schema.KEPT_TARGETS, "false" if error or late else "true"))
+        )
 
     def _label_of(self, tenant: str) -> str:
         """Return the tenant, or for all beyond the first ones the same word: a label has few values."""
@@ -219,25 +214,25 @@ class EngineMetrics:
 
     def token_came(self, gap_ns: int, of_trace: tuple[int, int] | None) -> None:
         """Count the time since the same request's token before."""
-        self._record(self._gap, gap_ns / 1e9, (), of_trace)
+        self._record(schema.INTER_TOKEN_LATENCY, gap_ns / 1e9, (), of_trace)
 
     def _record(
         self,
-        histogram: Histogram,
+        name: str,
         amount: float,
         labels: _Labels,
         of_trace: tuple[int, int] | None = None,
     ) -> None:
         """Record an amount. ``of_trace``: the trace id and span id of its exemplar."""
-        if of_trace is not None and self._is_exemplar(histogram, amount):
-            histogram.record(amount, dict(labels), _context_of(*of_trace))
+        if of_trace is not None and self._is_exemplar(name, amount):
+            self._histograms[name].record(amount, dict(labels), _context_of(*of_trace))
             return
-        key = histogram, labels
+        key = name, labels
         record = self._recorders.get(key)
         if record is None:
             if len(self._recorders) >= _MOST_KEPT:
                 self._recorders.clear()
-            record = self._recorders[key] = compat.histogram_recorder(histogram, dict(labels))
+            record = self._recorders[key] = compat.histogram_recorder(self._histograms[name], dict(labels))
         record(amount)
 
     def step_ended(self, writer: str, process_id: int, step: SpanEnd, *, is_replayed: bool = False) -> None:
@@ -251,10 +246,10 @@ class EngineMetrics:
         labels: _Labels = ((_MODE, str(mode)),)
         if step.error:
             labels += ((schema.ERROR_TYPE, step.error),)
-        self._record(self._step, added_ns / 1e9, labels)
+        self._record(schema.STEP_DURATION, added_ns / 1e9, labels)
         tokens = _number(values, _TOKENS)
         if tokens is not None:
-            self._step_tokens.add(tokens, labels)
+            self._counters[schema.STEP_TOKENS].add(tokens, labels)
 
     def writer_gone(self, writer: str) -> None:
         """Remove the gauges of a process that has ended."""
