@@ -204,6 +204,8 @@ $(BACKENDS)/.ready: tests/requirements/backends.txt
 	@command -v prometheus >/dev/null || { cd $(BACKENDS) && $(APT) download prometheus \
 		&& dpkg -x prometheus_*.deb debian && ln -sf ../debian/usr/bin/prometheus bin/prometheus; } \
 		|| echo "no prometheus on PATH, and no Debian package to be had: its test is skipped"
+	@command -v buildah >/dev/null || $(APT) install --no-install-recommends buildah </dev/null \
+		|| echo "no buildah on PATH, and it cannot be installed: the test that builds the image is skipped"
 	@touch $@
 
 # The pages as a site, in site/; a link that leads nowhere is an error.

@@ -1,4 +1,4 @@
-"""The chart and the image of examples/kubernetes: rendered by helm, built by the Dockerfile's own steps."""
+"""The chart and the image of examples/kubernetes: rendered by helm, built by buildah or by its own steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from sgl_aspects.cli.main import _parse
 from tests.support.builds import sources
+from tests.support.local_image import Images
 from tests.support.otlp_receiver import http_receiver
 from tests.support.tree import ROOT
 
@@ -86,27 +87,44 @@ def dockerfile(instruction: str) -> str:
     return str(line)
 
 
-def test_the_image_traces_a_program_in_the_chart_and_below_the_operator(tmp_path: Path) -> None:
-    """With an interpreter that has nothing of ours: the folder of the image is all that it gets."""
-    wheel = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--outdir",
-        str(tmp_path / "wheels"),
-        str(sources(tmp_path)),
-    ]
-    subprocess.run(wheel, check=True, capture_output=True, timeout=300)
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, and what the Dockerfile installs with it: an image built here has no package index."""
+    folder = tmp_path_factory.mktemp("image")
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "dist")]
+    subprocess.run([*command, str(sources(folder))], check=True, capture_output=True, timeout=300)
+    packages = dockerfile("RUN").partition("*.whl ")[2].split()
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(folder / "dist")]
+    (own,) = map(str, (folder / "dist").iterdir())
+    subprocess.run([*command, own, *packages], check=True, capture_output=True, timeout=300)
+    return folder / "dist"
+
+
+def test_the_image_brings_the_package_as_an_init_container(wheels: Path, tmp_path: Path) -> None:
+    """Built by buildah; the container runs as the image's own user, who may do nothing."""
+    images = Images(tmp_path)
+    try:
+        image = images.build(FOLDER / "Dockerfile", wheels.parent, "BUILDER", "CARRIER")
+        volume = tmp_path / "volume"
+        volume.mkdir()
+        volume.chmod(0o777)  # as an emptyDir
+        configured = images.run(image, str(volume), "/aspects")
+    finally:
+        images.close()
+    assert configured["User"] == "65532:65532"
+    check_that_it_traces(volume, tmp_path)
+
+
+def test_the_steps_of_the_dockerfile_make_a_folder_that_traces(wheels: Path, tmp_path: Path) -> None:
     image = tmp_path / "autoinstrumentation"
-    step = (
-        dockerfile("RUN")
-        .replace("/wheels", str(tmp_path / "wheels"))
-        .replace("/autoinstrumentation", str(image))
-    )
-    subprocess.run(
-        ["bash", "-c", f"PATH={Path(sys.executable).parent}:$PATH; {step}"], check=True, timeout=300
-    )
+    step = dockerfile("RUN").replace("/wheels", str(wheels)).replace("/autoinstrumentation", str(image))
+    path = f"PATH={Path(sys.executable).parent}:$PATH; {step}"
+    subprocess.run(["bash", "-c", path], check=True, timeout=300)
+    check_that_it_traces(image, tmp_path)
+
+
+def check_that_it_traces(image: Path, tmp_path: Path) -> None:
+    """In the chart and below the Operator, by an interpreter that gets nothing of ours but this folder."""
     (tmp_path / "program.py").write_text("import json\njson.dumps([1])\n")
     (tmp_path / "aspects.toml").write_text('[[trace]]\ntarget = "json:dumps"\nname = "dumps"\n')
     bare = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
