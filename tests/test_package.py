@@ -48,6 +48,15 @@ def test_exports_equal_all() -> None:
     assert public - rooms == set(sgl_aspects.__all__) - {"__version__"}
 
 
+def test_the_changelog_begins_with_this_version_and_the_chart_has_it() -> None:
+    versions = [
+        line.split()[1] for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line[:3] == "## "
+    ]
+    assert versions[0] == sgl_aspects.__version__
+    chart = (ROOT / "examples" / "kubernetes" / "chart" / "Chart.yaml").read_text()
+    assert f"\nversion: {sgl_aspects.__version__}\n" in chart
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel made from a source distribution, as the package index would get both."""
