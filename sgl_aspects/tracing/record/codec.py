@@ -340,7 +340,11 @@ def _flag(_: Decoder, value: Any) -> bool:
 def _text(_: Decoder, text: Any) -> Any:
     if text.__class__ is not str:
         raise DamagedError(f"{text!r} in the place of a text")
-    return encodable(text)
+    return text
+
+
+def _name(_: Decoder, text: Any) -> Any:
+    return encodable(_text(_, text))
 
 
 _time, _named = Decoder._time, Decoder._named
@@ -350,7 +354,7 @@ _RECORDS: dict[str, tuple[Callable[..., Record], tuple[Callable[[Decoder, Any], 
     BEGIN: (SpanBegin, (Decoder._type, _id, _id, _id, _time)),
     "request": (
         RequestBegin,
-        (_id, _text, _time, _trace_id, _id, _flag, _text, _flag, _text, _named),
+        (_id, _text, _time, _trace_id, _id, _flag, _text, _flag, _name, _named),
     ),
     "sent": (RequestSent, (_id,)),
     "seen": (RequestSeen, (_id, _text, _time)),
