@@ -15,9 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-import wrapt
-import wrapt.importer  # type: ignore[import-untyped]
-
 logger = logging.getLogger(__name__)
 
 
@@ -115,19 +112,12 @@ def hide_frame(code: types.CodeType, line: int) -> types.CodeType:
 _bootstrap: Any = importlib._bootstrap
 
 
-def around_each_search(
-    begin: Callable[[str, bool], None], found: Callable[[ModuleSpec], None]
-) -> Callable[[], None]:
-    """Watch the search for each module that is imported or reloaded; returns a function that undoes this.
-
-    :param begin: called before the finders, with the module's name and whether it is reloaded.
-    :param found: called after them, with what they found.
-    """
+def after_each_search(found: Callable[[ModuleSpec], None]) -> Callable[[], None]:
+    """Call ``found`` with the spec of each module that is imported or reloaded; returns an undo function."""
     search = _bootstrap._find_spec
 
     @functools.wraps(search)
     def find_spec(name: str, path: Any, target: types.ModuleType | None = None) -> ModuleSpec | None:
-        begin(name, target is not None)
         spec: ModuleSpec | None = search(name, path, target)
         if spec is not None:
             found(spec)
@@ -200,52 +190,7 @@ def is_pytest_fixture(obj: Any) -> bool:
     return fixtures is not None and type(obj) is getattr(fixtures, "FixtureFunctionDefinition", None)
 
 
-# -- wrapt --------------------------------------------------------------------------------------------------
-
-
-def wrapt_finder() -> Any:
-    """Return wrapt's finder on `sys.meta_path`, or None."""
-    return next((one for one in sys.meta_path if isinstance(one, wrapt.importer.ImportHookFinder)), None)
-
-
-def is_chained(loader: Any) -> bool:
-    """Return whether wrapt has wrapped ``loader``, to call hooks when the module has loaded."""
-    return type(loader) is wrapt.importer._ImportHookChainedLoader
-
-
-def leave_lazy(spec: ModuleSpec, hook: Callable[[Any], None]) -> bool:
-    """Give back a spec whose `importlib.util.LazyLoader` wrapt has wrapped for ``hook``, and unregister this.
-
-    wrapt would load the module when it is imported. False: it wrapped no such loader, or has other hooks.
-    """
-    lazy = getattr(spec.loader, "__wrapped__", None)
-    is_lazy = is_chained(spec.loader) and type(lazy) is importlib.util.LazyLoader
-    if not is_lazy or wrapt.importer._post_import_hooks.get(spec.name) != [hook]:
-        return False
-    unregister_post_import_hook(hook, spec.name)
-    spec.loader = lazy
-    return True
-
-
-def unregister_post_import_hook(hook: Callable[[Any], None], name: str) -> None:
-    """Undo `wrapt.register_post_import_hook` for a hook that has not been called."""
-    with wrapt.importer._post_import_hooks_lock:
-        hooks = wrapt.importer._post_import_hooks.get(name, [])
-        if hook in hooks:
-            hooks.remove(hook)
-        if not hooks:
-            wrapt.importer._post_import_hooks.pop(name, None)
-
-
-def remove_wrapt_finder() -> bool:
-    """Remove wrapt's finder from `sys.meta_path`; False if others have registered hooks with it."""
-    finder = wrapt_finder()
-    with wrapt.importer._post_import_hooks_lock:
-        if finder is None or wrapt.importer._post_import_hooks:
-            return False
-        sys.meta_path.remove(finder)
-        wrapt.importer._post_import_hooks_init = False  # the next registration adds it again
-        return True
+# -- OpenTelemetry ------------------------------------------------------------------------------------------
 
 
 def runtime_context_class() -> type[Any] | None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wrapt
 
 from sgl_aspects import compat
 
@@ -61,14 +60,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("how", ["import", "import_module", "reload"])
 def test_every_search_passes_the_function_that_is_wrapped(folder: Path, how: str) -> None:
     (folder / "searched.py").write_text("")
-    searches: list[tuple[str, bool]] = []
     found: list[str] = []
     if how == "reload":
         importlib.import_module("searched")
-
-    undo = compat.around_each_search(
-        lambda name, is_reload: searches.append((name, is_reload)), lambda spec: found.append(spec.name)
-    )
+    undo = compat.after_each_search(lambda spec: found.append(spec.name))
     try:
         if how == "import":
             exec("import searched")
@@ -79,7 +74,6 @@ def test_every_search_passes_the_function_that_is_wrapped(folder: Path, how: str
     finally:
         undo()
     importlib.reload(sys.modules["searched"])
-    assert searches == [("searched", how == "reload")]
     assert found == ["searched"]
 
 
@@ -103,38 +97,6 @@ def test_when_the_code_of_a_module_has_run(folder: Path) -> None:
     assert ready == ["slow"]
     assert not compat.is_initializing(spec)
     assert type(spec) is importlib.machinery.ModuleSpec
-
-
-def test_wrapts_finder_its_loaders_and_its_hooks(folder: Path) -> None:
-    (folder / "hooked.py").write_text("")
-    before = list(sys.meta_path)
-    had = compat.wrapt_finder() is not None
-    called: list[str] = []
-
-    def hook(module: object) -> None:
-        called.append("hook")
-
-    wrapt.register_post_import_hook(hook, "hooked")
-    try:
-        finder = compat.wrapt_finder()
-        assert finder is not None
-        spec = finder.find_spec("hooked")
-        assert compat.is_chained(spec.loader)
-        assert not compat.is_chained(spec.loader.__wrapped__)
-        if not had:
-            assert not compat.remove_wrapt_finder()
-    finally:
-        compat.unregister_post_import_hook(hook, "hooked")
-        removed = had or compat.remove_wrapt_finder()
-    assert removed
-    assert sys.meta_path == before
-    importlib.import_module("hooked")
-    assert called == []
-    del sys.modules["hooked"]
-    wrapt.register_post_import_hook(hook, "hooked")
-    importlib.import_module("hooked")
-    assert called == ["hook"]
-    assert had or compat.remove_wrapt_finder()
 
 
 def test_opentelemetry_keeps_its_current_context_where_we_put_ours_on_top(

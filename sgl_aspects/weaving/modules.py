@@ -40,11 +40,10 @@ Loaded = Callable[[str, Any], None]
 
 
 class ModuleWatcher:
-    """Notices when the code of a module has run.
+    """Notices when the code of a module has run, by wrapping its loader once it was found.
 
-    wrapt's post-import hooks do it, registered when the search for a wanted module begins. They miss reloads,
-    modules that a program makes by hand, and those of a finder before wrapt's: the loaders of these are
-    wrapped.
+    Not with `wrapt.register_post_import_hook`, which misses reloads, loads lazy modules, and calls itself
+    forever where another finder assigns to the loader that wrapt has wrapped.
 
     :param wanted: called for every module that is imported, without the weaver's lock.
     :param loaded: called with the name and the entry of `sys.modules`, in the importing thread, under that
@@ -56,8 +55,6 @@ class ModuleWatcher:
         self._loaded = loaded
         self._is_needed = False
         self._listeners: dict[str, deque[Callable[[Any], None]]] = defaultdict(deque)
-        self._registered: dict[str, Any] = {}  # callbacks registered with wrapt
-        self._brought_wrapt = False
         self._leave: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -90,80 +87,56 @@ class ModuleWatcher:
                 self.uninstall()
             callback(module)
 
-    def _is_wanted(self, name: str) -> bool:
-        return bool(self._listeners.get(name)) or self._wanted(name)
-
     def _watch(self) -> None:
         if not self._leave:
-            self._leave.append(compat.around_each_search(self._search_begins, self._is_made))
+            self._leave.append(compat.after_each_search(self._is_found))
             # `spec_from_file_location()` makes specs without a search.
-            self._leave.append(compat.before_each_creation(self._is_made))
+            self._leave.append(compat.before_each_creation(self._is_found))
 
     def uninstall(self) -> None:
         """Stop watching, unless there are listeners."""
         self._is_needed = False
-        if any(list(self._listeners.values())):
-            return
-        while self._leave:
-            self._leave.pop()()
-        for name, hook in list(self._registered.items()):  # a copy: other threads may be importing
-            compat.unregister_post_import_hook(hook, name)
-        self._registered.clear()
-        if self._brought_wrapt:
-            self._brought_wrapt = not compat.remove_wrapt_finder()
+        if not any(list(self._listeners.values())):
+            while self._leave:
+                self._leave.pop()()
 
-    def _search_begins(self, name: str, is_reload: bool) -> None:
-        known = is_reload or name in sys.modules or name in self._registered
-        if not known and self._is_wanted(name):
-            self._brought_wrapt |= compat.wrapt_finder() is None
-
-            def hook(module: Any) -> None:
-                self._registered.pop(name, None)
-                self.module_loaded(name, sys.modules.get(name, module))
-
-            self._registered[name] = hook
-            wrapt.register_post_import_hook(hook, name)
-
-    def _is_made(self, spec: ModuleSpec) -> None:
-        # Asked again: another thread may have added a hook during the search.
-        if self._is_wanted(spec.name):
-            self._attach(spec)
-
-    def _attach(self, spec: ModuleSpec) -> None:
-        hook = self._registered.get(spec.name)
-        if hook is not None and compat.leave_lazy(spec, hook):
-            del self._registered[spec.name]
-        # A lazy loader calls another one when an attribute of the module is read.
-        holder: Any = spec.loader if type(spec.loader) is importlib.util.LazyLoader else spec
-        loader = holder.loader
-        is_watched = type(loader) is _NotifyingLoader or compat.is_chained(loader)
-        if hasattr(loader, "exec_module") and not is_watched:
-            holder.loader = _NotifyingLoader(spec.name, loader, self.module_loaded)
+    def _is_found(self, spec: ModuleSpec) -> None:
+        if self._listeners.get(spec.name) or self._wanted(spec.name):
+            # A lazy loader calls another one when an attribute of the module is read.
+            is_lazy = type(spec.loader) is importlib.util.LazyLoader
+            _wrap_loader(spec.loader if is_lazy else spec, spec.name, self.module_loaded)
 
 
-class _NotifyingLoader:
-    """Wraps the loader of the module ``name`` until it runs the module, which sees only its own loader."""
+def _wrap_loader(holder: Any, name: str, loaded: Loaded) -> None:
+    if hasattr(holder.loader, "exec_module") and type(holder.loader) is not _NotifyingLoader:
+        holder.loader = _NotifyingLoader(name, holder.loader, loaded)
+
+
+class _NotifyingLoader(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
+    """Wraps the loader of the module ``name`` until it runs the module, which sees only its own loader.
+
+    What others assign to it stays with it, and does not reach the loader that it calls.
+    """
 
     def __init__(self, name: str, loader: Any, loaded: Loaded) -> None:
-        self._name, self._loader, self._notify = name, loader, loaded
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        super().__init__(loader)
+        self._self_name, self._self_notify = name, loaded
 
     def exec_module(self, module: ModuleType) -> None:
+        loader, name, notify = self.__wrapped__, self._self_name, self._self_notify
         spec: Any = module.__spec__
         if spec is not None and spec.loader is self:
-            spec.loader = self._loader
+            spec.loader = loader
         if getattr(module, "__loader__", None) is self:
-            module.__loader__ = self._loader
+            module.__loader__ = loader
         try:
-            self._loader.exec_module(module)
+            loader.exec_module(module)
         except BaseException:
             # A reload has defined some of its functions anew; the module of an import that fails is gone.
-            if sys.modules.get(self._name) is module and not compat.is_initializing(spec):
-                self._notify(self._name, module)
+            if sys.modules.get(name) is module and not compat.is_initializing(spec):
+                notify(name, module)
             raise
-        self._notify(self._name, sys.modules.get(self._name, module))
+        notify(name, sys.modules.get(name, module))
 
 
 def is_ready(module: Any) -> bool:
@@ -179,10 +152,9 @@ def when_ready(module: Any, loaded: Loaded) -> None:
     """Call ``loaded`` once the code of ``module``, which is not :func:`is_ready`, has run. Never waits."""
     spec = object.__getattribute__(module, "__spec__")
     if _is_lazy(module):
-        if not isinstance(spec.loader, _NotifyingLoader):
-            spec.loader = _NotifyingLoader(spec.name, spec.loader, loaded)
-        return
-    compat.when_initialized(spec, lambda: loaded(spec.name, sys.modules.get(spec.name)))
+        _wrap_loader(spec, spec.name, loaded)
+    else:
+        compat.when_initialized(spec, lambda: loaded(spec.name, sys.modules.get(spec.name)))
 
 
 def _is_lazy(module: Any) -> bool:
