@@ -596,7 +596,7 @@ def test_a_finder_that_patches_the_loader_which_it_has_found(engine: Engine) -> 
             sys.meta_path.remove(self)
             spec: Any = importlib.util.find_spec(name)
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), setattr(module, "patched", True))
+            spec.loader.exec_module = lambda module: (execute(module), vars(module).update(patched=True))
             return spec
 
     engine.write("mod.py", "def f(): return []\n")
