@@ -596,7 +596,7 @@ def test_a_finder_that_patches_the_loader_which_it_has_found(engine: Engine) -> 
             sys.meta_path.remove(self)
             spec: Any = importlib.util.find_spec(name)
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), vars(module).update(patched=True))
+            spec.loader.exec_module = lambda module: (execute(module), module.__dict__.update(patched=1))
             return spec
 
     engine.write("mod.py", "def f(): return []\n")
@@ -606,7 +606,7 @@ def test_a_finder_that_patches_the_loader_which_it_has_found(engine: Engine) -> 
         engine.load("earlier")
         sys.meta_path.insert(0, finder)
         mod = engine.load("mod")
-        assert (mod.f(), mod.patched) == (["hook"], True)
+        assert (mod.f(), mod.patched) == (["hook"], 1)
         assert importlib.reload(mod).f() == ["hook"]
 
 
