@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -191,32 +192,45 @@ def serving(server: ThreadingHTTPServer) -> Iterator[None]:
 
 
 @contextmanager
-def http_receiver() -> Iterator[Receiver]:
-    """An OTLP/HTTP backend; ``endpoint`` is its base URL."""
+def backend(
+    answer: Callable[[BaseHTTPRequestHandler, bytes], None],
+    port: int = 0,
+    tls: ssl.SSLContext | None = None,
+) -> Iterator[str]:
+    """An HTTP server that gives each POST request, with its body, to ``answer``; yields its base URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.headers["Content-Encoding"] == "gzip":
-                body = gzip.decompress(body)
-            if self.path == "/v1/metrics":
-                receiver.metric_requests.append(ExportMetricsServiceRequest.FromString(body))
-                self.send_response(200)
-                self.end_headers()
-                return
-            assert self.path == "/v1/traces"
-            receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
-            receiver.requests.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(ExportTraceServiceResponse().SerializeToString())
+            is_zipped = self.headers["Content-Encoding"] == "gzip"
+            with suppress(ConnectionError):  # the sender was killed
+                answer(self, gzip.decompress(body) if is_zipped else body)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Log nothing: tests read the requests."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    receiver = Receiver(f"http://127.0.0.1:{server.server_address[1]}")
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     with serving(server):
+        yield f"{'http://127.0.0.1' if tls is None else 'https://localhost'}:{server.server_address[1]}"
+
+
+@contextmanager
+def http_receiver() -> Iterator[Receiver]:
+    """An OTLP/HTTP backend; ``endpoint`` is its base URL."""
+    receiver = Receiver("")
+
+    def receive(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        if handler.path == "/v1/metrics":
+            receiver.metric_requests.append(ExportMetricsServiceRequest.FromString(body))
+        elif handler.path == "/v1/traces":
+            receiver.headers.append({name.lower(): value for name, value in handler.headers.items()})
+            receiver.requests.append(ExportTraceServiceRequest.FromString(body))
+        handler.send_response(200 if handler.path in ("/v1/metrics", "/v1/traces") else 404)
+        handler.end_headers()
+
+    with backend(receive) as receiver.endpoint:
         yield receiver
 
 

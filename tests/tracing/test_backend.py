@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.export.pipelines import Pipeline, close_all
 from sgl_aspects.tracing.export.span import ReadableExporter
 from tests.support.distributions import install
-from tests.support.otlp_receiver import spans_of
+from tests.support.otlp_receiver import backend, spans_of
 from tests.support.processes import peak_megabytes
 from tests.support.sessions import begin, collected
 
@@ -124,29 +124,22 @@ def test_down_slow_and_back_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Event()
     got: set[str] = set()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            tried.set()
-            if mode[0] == "slow":
-                time.sleep(0.3)
-            down = mode[0] == "down"
-            if not down and self.path == "/v1/traces":
-                message = ExportTraceServiceRequest.FromString(body)
-                got.update(str(span.attributes["gen_ai.request.id"]) for span in spans_of(message))
-            self.send_response(503 if down else 200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Log nothing."""
+    def answer(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        tried.set()
+        if mode[0] == "slow":
+            time.sleep(0.3)
+        down = mode[0] == "down"
+        if not down and handler.path == "/v1/traces":
+            message = ExportTraceServiceRequest.FromString(body)
+            got.update(str(span.attributes["gen_ai.request.id"]) for span in spans_of(message))
+        handler.send_response(503 if down else 200)
+        handler.end_headers()
 
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "1024")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
-        with attach(endpoint=f"http://127.0.0.1:{server.server_address[1]}") as session:
+    with backend(answer) as endpoint:
+        with attach(endpoint=endpoint) as session:
             begin(session, "first")()
             assert tried.wait(60)
             before = peak_megabytes(session.collector_process_id)
@@ -172,6 +165,3 @@ def test_down_slow_and_back_again(monkeypatch: pytest.MonkeyPatch) -> None:
         assert summary.exported["otlp"] == len(got) > 0
         assert summary.not_delivered["otlp"] > 0
         assert summary.exported["otlp"] + summary.not_delivered["otlp"] == summary.spans_recorded
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_aspects.engines import SGLANG, VLLM
-from sgl_aspects.engines.contract import Observation
+from sgl_aspects.engines import SGLANG, VLLM, Engine
 from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.draft import DraftObserver
@@ -16,55 +16,50 @@ from sgl_aspects.tracing.observers.queue import QueueObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS
 from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record.recorder import Recorder
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import SpanEnd
 from sgl_aspects.tracing.schema import ACCEPTED_AT, ACCEPTED_TOKENS, BATCH_TOKENS, DRAFTED_TOKENS
 from tests.support.memory_recorder import Memory
 from tests.support.rings import read_all
 from tests.support.stand_ins import ForwardMode
+from tests.support.stepping import Loop
 
 
-def observers(trackers: Trackers) -> dict[str, Observation]:
+def loop_of(engine: Engine, recorder: Recorder) -> Loop:
+    trackers = Trackers.of(engine, recorder, DEFAULTS)
     forward = ForwardObserver(trackers)
-    found = [
-        *StepObserver(trackers).observations(),
-        *forward.observations(),
-        *DraftObserver(trackers, forward).observations(),
-        *QueueObserver(trackers).observations(),
-    ]
-    return {each.role: each for each in found}
+    drafts, queue = DraftObserver(trackers, forward), QueueObserver(trackers)
+    observers: tuple[Any, ...] = (StepObserver(trackers), forward, drafts, queue)
+    return Loop(each for observer in observers for each in observer.observations())
 
 
-def passes(found: dict[str, Observation], runner: Any, batch: Any) -> None:
-    """Run a draft of two passes, the pass that verifies it, and one in which the draft model is fed."""
-    for role, count in (("draft", 2), ("", 1), ("draft_extend", 1)):
-        drafting = found[role].enter((), {}) if role else None
-        for _ in range(count):
-            found["forward"].exit(found["forward"].enter((runner, batch), {}), None, None)
-        if role:
-            found[role].exit(drafting, None, None)
+def step(recorder: Recorder, accepted: int) -> None:
+    """Run a step of SGLang's for two requests, with three drafted tokens each.
 
-
-def step(found: dict[str, Observation], accepted: int) -> None:
-    """Run a step of SGLang's for two requests, with three drafted tokens each."""
+    It is a draft of two passes, the pass that verifies it, and one in which the draft model is fed.
+    """
+    loop, runner = loop_of(SGLANG, recorder), SimpleNamespace(device="cpu")
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[], batch_size=2, forward_iter=1)
     batch.reqs = [
         SimpleNamespace(rid="a", finished_reason=None),
         SimpleNamespace(rid="b", finished_reason=None),
     ]
     result = SimpleNamespace(num_correct_drafts=accepted, speculative_num_draft_tokens=4)
-    token = found["run_batch"].enter((None, batch), {})
-    passes(found, SimpleNamespace(device="cpu"), batch)
-    found["run_batch"].exit(token, result, None)
-    process, verify = found["process_batch_result"], found["verify_drafts"]
-    token = process.enter((SimpleNamespace(), batch, result), {})
-    verify.exit(verify.enter((None, result, batch), {}), [[1], [2]], None)
-    process.exit(token, None, None)
+    with loop.call("run_batch", None, batch, result=result):
+        for role, count in (("draft", 2), ("", 1), ("draft_extend", 1)):
+            with loop.call(role) if role else nullcontext():
+                for _ in range(count):
+                    with loop.call("forward", runner, batch):
+                        pass
+    verify = loop.call("verify_drafts", None, result, batch, result=[[1], [2]])
+    with loop.call("process_batch_result", SimpleNamespace(), batch, result), verify:
+        pass
 
 
 def test_the_forward_pass_of_a_step_is_the_one_that_verifies() -> None:
     recorder = Memory()
-    step(observers(Trackers.of(SGLANG, recorder, DEFAULTS)), accepted=3)
+    step(recorder, accepted=3)
     (forward,), (draft,), (extend,) = (recorder.named(name) for name in ("forward", "draft", "draft_extend"))
     (run_batch,) = recorder.named("run_batch")
     assert draft.start_ns <= draft.end_ns <= forward.start_ns <= forward.end_ns <= extend.start_ns
@@ -75,7 +70,7 @@ def test_the_forward_pass_of_a_step_is_the_one_that_verifies() -> None:
 
 def test_drafts_are_read_from_a_ring_with_their_times(tmp_path: Path) -> None:
     recorder = RingRecorder(str(tmp_path))
-    step(observers(Trackers.of(SGLANG, recorder, DEFAULTS)), accepted=3)
+    step(recorder, accepted=3)
     recorder.close()
     spans = {
         record.type.name: record
@@ -95,7 +90,7 @@ def test_drafts_are_read_from_a_ring_with_their_times(tmp_path: Path) -> None:
 
 def test_a_step_counts_what_was_drafted_and_accepted() -> None:
     recorder = Memory()
-    step(observers(Trackers.of(SGLANG, recorder, DEFAULTS)), accepted=3)
+    step(recorder, accepted=3)
     (span,) = recorder.named("scheduler.step")
     values = dict(zip(span.type.attributes, span.values))
     assert values[DRAFTED_TOKENS] == 2 * 3
@@ -105,20 +100,17 @@ def test_a_step_counts_what_was_drafted_and_accepted() -> None:
 
 def test_a_plain_step_says_nothing_of_drafts() -> None:
     recorder = Memory()
-    found = observers(Trackers.of(SGLANG, recorder, DEFAULTS))
+    loop = loop_of(SGLANG, recorder)
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[], batch_size=2, forward_iter=1)
     for _ in range(3):  # the later ones by the compiled path, where there is one
-        result = object()
-        found["run_batch"].exit(found["run_batch"].enter((None, batch), {}), result, None)
-        process = found["process_batch_result"]
-        process.exit(process.enter((SimpleNamespace(), batch, result), {}), None, None)
+        loop.step(batch)
     steps = [dict(zip(step.type.attributes, step.values)) for step in recorder.named("scheduler.step")]
     assert [values[DRAFTED_TOKENS] for values in steps] == [None] * 3
 
 
 def test_a_draft_in_another_process_belongs_to_the_step_of_the_latest_pass() -> None:
     recorder = Memory()
-    found = observers(Trackers.of(VLLM, recorder, DEFAULTS))
+    loop = loop_of(VLLM, recorder)
     batch = SimpleNamespace(
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(
@@ -129,8 +121,9 @@ def test_a_draft_in_another_process_belongs_to_the_step_of_the_latest_pass() -> 
         scheduled_spec_decode_tokens={},
     )
     runner = SimpleNamespace(device="meta")
-    found["forward"].exit(found["forward"].enter((runner, batch), {}), None, None)
-    found["draft"].exit(found["draft"].enter((runner,), {}), None, None)
+    for role, args in (("forward", (runner, batch)), ("draft", (runner,))):
+        with loop.call(role, *args):
+            pass
     (draft,) = recorder.named("draft")
     step_id = VLLM.reader("batch.shared_id")(batch)
     assert (draft.root_id, draft.parent_id) == (step_id, layout.child_id(step_id, layout.CHILD_RUN_BATCH))

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from sgl_aspects.tracing.record import format as ring_format
 from sgl_aspects.tracing.records import SpanType
 from tests.support import workers
 from tests.support.collectors import kill_collector_for_good
-from tests.support.otlp_receiver import spans_of
+from tests.support.otlp_receiver import backend, spans_of
 from tests.support.processes import wait_until
 from tests.support.rings import last_count
 from tests.support.sessions import read_file, spawn
@@ -122,57 +122,42 @@ class Backend:
     """An OTLP/HTTP backend with moods: ok, slow (two seconds a request), refusing (503), or down."""
 
     def __init__(self) -> None:
-        self.mood, self.spans, self._server = "ok", Counter[str](), self._serve(0)
-        self.port = self._server.server_address[1]
+        self.mood, self.spans, self._server = "ok", Counter[str](), contextlib.ExitStack()
+        self.endpoint = self._server.enter_context(backend(self._answer))
 
-    def _serve(self, port: int) -> ThreadingHTTPServer:
-        backend = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                if backend.mood == "slow":
-                    time.sleep(2)
-                if backend.mood != "refusing":
-                    backend.spans.update(
-                        span.span_id for span in spans_of(ExportTraceServiceRequest.FromString(body))
-                    )
-                with contextlib.suppress(OSError):
-                    self.send_response(503 if backend.mood == "refusing" else 200)
-                    self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Log nothing."""
-
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        return server
+    def _answer(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        if self.mood == "slow":
+            time.sleep(2)
+        if self.mood != "refusing":
+            self.spans.update(span.span_id for span in spans_of(ExportTraceServiceRequest.FromString(body)))
+        handler.send_response(503 if self.mood == "refusing" else 200)
+        handler.end_headers()
 
     def be(self, mood: str) -> None:
         if mood == "down":
             self.close()
         elif self.mood == "down":
-            self._server = self._serve(self.port)
+            port = int(self.endpoint.rpartition(":")[2])
+            self._server.enter_context(backend(self._answer, port))
         self.mood = mood
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
 
 def test_a_backend_that_fails_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector's memory stays bounded, what is lost is counted, and afterwards all is as before."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
     monkeypatch.setenv("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "20")
-    backend = Backend()
+    moody = Backend()
     recorded, longest = 0, {}
-    with attach(endpoint=f"http://127.0.0.1:{backend.port}") as session:
+    with attach(endpoint=moody.endpoint) as session:
         write = session.recorder.spans(SpanType("plain", {"number": int, "text": str}))
         collector = psutil.Process(session.collector_process_id)
         memory = []
         for mood in ("ok", "slow", "refusing", "down", "ok"):
-            backend.be(mood)
-            seen = len(backend.spans)
+            moody.be(mood)
+            seen = len(moody.spans)
             times = []
             for _ in range(60):
                 start = time.thread_time_ns()
@@ -184,13 +169,13 @@ def test_a_backend_that_fails_and_comes_back(monkeypatch: pytest.MonkeyPatch) ->
             memory.append(collector.memory_info().rss >> 20)
             longest[mood] = sorted(times)[len(times) // 2]
             if mood == "ok":
-                wait_until(lambda seen=seen: len(backend.spans) > seen + 500, 60)  # type: ignore[misc]
+                wait_until(lambda seen=seen: len(moody.spans) > seen + 500, 60)  # type: ignore[misc]
     summary = session.summary
     assert summary is not None
-    assert max(backend.spans.values()) <= 2  # a request that was answered too late is sent again
+    assert max(moody.spans.values()) <= 2  # a request that was answered too late is sent again
     # Of what a slow backend took, some was given up here before its answer came.
     delivered, missed = summary.exported["otlp"], summary.not_delivered["otlp"]
-    assert delivered <= len(backend.spans)
+    assert delivered <= len(moody.spans)
     assert summary.spans_recorded == delivered + missed
     assert delivered + missed + summary.dropped == recorded
     assert missed > 1000
@@ -198,7 +183,7 @@ def test_a_backend_that_fails_and_comes_back(monkeypatch: pytest.MonkeyPatch) ->
     assert memory[-1] < memory[0] + 150
     # In the traced thread nothing is different: no call waits for another process.
     assert max(longest.values()) < 20 * min(longest.values())
-    backend.close()
+    moody.close()
 
 
 def test_collectors_that_are_killed_again_and_again(tmp_path: Path) -> None:

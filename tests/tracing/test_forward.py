@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +15,10 @@ import torch
 import sgl_aspects as aspects
 from sgl_aspects.engines import EMBEDDED, SGLANG, VLLM, Engine
 from sgl_aspects.engines.base import Outcome, Role
-from sgl_aspects.engines.contract import Observation
 from sgl_aspects.platforms import DeviceGraph
 from sgl_aspects.runtime.core import ForwardMode
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.lifecycle.requests import Chunk
+from sgl_aspects.tracing.lifecycle.requests import Chunk, ScheduledRequest
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS
@@ -26,6 +27,7 @@ from sgl_aspects.tracing.record.open_steps import OpenSteps
 from sgl_aspects.tracing.schema import DEVICE_TIME, GRAPH
 from tests.support import stand_ins
 from tests.support.memory_recorder import Memory
+from tests.support.stepping import Loop
 from tests.support.vllm_messages import batch
 
 #: How an engine reports which requests have ended.
@@ -75,40 +77,32 @@ class Graph(DeviceGraph):
         self.clock.now += 2.0
 
 
-def observers(engine: Engine, recorder: Memory) -> dict[str, Observation]:
-    """By role: of the steps and of their forward passes."""
+def loop_of(engine: Engine, recorder: Memory) -> Loop:
+    """With the observers of the steps and of their forward passes."""
     trackers = Trackers.of(engine, recorder, DEFAULTS)
-    found = [*StepObserver(trackers).observations(), *ForwardObserver(trackers).observations()]
-    return {each.role: each for each in found}
+    return Loop([*StepObserver(trackers).observations(), *ForwardObserver(trackers).observations()])
 
 
 def test_what_the_host_prepares_for_a_replay_is_not_device_time() -> None:
     recorder, clock = Memory(), Clock()
-    found = observers(EMBEDDED, recorder)
+    loop = loop_of(EMBEDDED, recorder)
     launch = aspects.Advice(
         aspects.Target.parse(EMBEDDED.roles["graph_launch"].targets),
         aspects.HookType.OBSERVE,
-        found["graph_launch"],
+        loop.found["graph_launch"],
     )
     runner = SimpleNamespace(platform=clock)
-    scheduler = SimpleNamespace()
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[object()], step_id=1)
     recorded: list[int] = []
     with aspects.woven(launch):
         for is_replayed in (False, True, True, None, False):
-            step = found["run_batch"].enter((scheduler, batch), {})
-            token = found["forward"].enter((runner, batch), {})
-            if is_replayed is not None:  # None: another kind of graph runner, without this query
-                decide = found["graph_decision"]
-                decide.exit(None, is_replayed, None)
-            clock.now += 1.0  # launching one by one, or preparing a replay
-            if is_replayed:
-                Graph(clock).replay()
-            found["forward"].exit(token, None, None)
-            result = object()
-            found["run_batch"].exit(step, result, None)
-            process = found["process_batch_result"]
-            process.exit(process.enter((scheduler, batch, result), {}), None, None)
+            with loop.run(batch) as result, loop.call("forward", runner, batch):
+                if is_replayed is not None:  # None: another kind of graph runner, without this query
+                    loop.found["graph_decision"].exit(None, is_replayed, None)
+                clock.now += 1.0  # launching one by one, or preparing a replay
+                if is_replayed:
+                    Graph(clock).replay()
+            loop.process(batch, result)
             recorded.append(clock.recorded)
         Graph(clock).replay()  # outside any pass
     values = [dict(zip(span.type.attributes, span.values)) for span in recorder.named("forward")]
@@ -152,22 +146,17 @@ def test_sglangs_forward_has_the_time_of_its_device(monkeypatch: pytest.MonkeyPa
     device = Module()
     monkeypatch.setattr(torch, "somebodys", device, raising=False)
     recorder = Memory()
-    found = observers(SGLANG, recorder)
-    runner, scheduler = SimpleNamespace(device="somebodys:0"), SimpleNamespace()
+    loop, runner = loop_of(SGLANG, recorder), SimpleNamespace(device="somebodys:0")
     launched = []
     for seconds in (1.0, 2.0):  # two are launched before the first one's result is processed
         batch = SimpleNamespace(
             forward_mode=stand_ins.ForwardMode.DECODE, reqs=[SimpleNamespace(finished_reason=None)] * 3
         )
-        step = found["run_batch"].enter((scheduler, batch), {})
-        token = found["forward"].enter((runner, batch), {})
-        device.now += seconds
-        found["forward"].exit(token, None, None)
-        launched.append((batch, object()))
-        found["run_batch"].exit(step, launched[-1][1], None)
-    process = found["process_batch_result"]
+        with loop.run(batch) as result, loop.call("forward", runner, batch):
+            device.now += seconds
+        launched.append((batch, result))
     for device.done, (batch, result) in zip((0.5, 3.0), launched):  # the first is late
-        process.exit(process.enter((scheduler, batch, result), {}), None, None)
+        loop.process(batch, result)
     values = {("decode", 3, 3, "somebodys", seconds, "eager") for seconds in (1.0, 2.0)}
     assert {tuple(span.values) for span in recorder.named("forward")} == values
     assert device.waited == 0
@@ -181,24 +170,17 @@ def test_the_device_time_of_a_replay_is_around_the_launch_of_the_graph(
     device.done = 100.0
     monkeypatch.setattr(torch, "somebodys", device, raising=False)
     recorder = Memory()
-    found = observers(SGLANG, recorder)
-    runner, scheduler = SimpleNamespace(device="somebodys:0"), SimpleNamespace()
-    process, launch = found["process_batch_result"], found["graph_launch"]
+    loop, runner = loop_of(SGLANG, recorder), SimpleNamespace(device="somebodys:0")
     req = SimpleNamespace(finished_reason=None)
     for launches in (1, 1, 2, 1):
         batch = SimpleNamespace(forward_mode=stand_ins.ForwardMode.DECODE, reqs=[req])
-        step = found["run_batch"].enter((scheduler, batch), {})
-        token = found["forward"].enter((runner, batch), {})
-        device.now += 0.5
-        for _ in range(launches):
-            launched = launch.enter((object(),), {})
-            device.now += 1.0
-            launch.exit(launched, None, None)
-            device.now += 0.25
-        found["forward"].exit(token, None, None)
-        result = object()
-        found["run_batch"].exit(step, result, None)
-        process.exit(process.enter((scheduler, batch, result), {}), None, None)
+        with loop.run(batch) as result, loop.call("forward", runner, batch):
+            device.now += 0.5
+            for _ in range(launches):
+                with loop.call("graph_launch", object()):
+                    device.now += 1.0
+                device.now += 0.25
+        loop.process(batch, result)
     # The pass with two launches is all that is between and after them.
     times = [(span.values[4], span.values[5]) for span in recorder.named("forward")]
     assert times == [(each, "replayed") for each in (1.0, 1.0, 2.5, 1.0)]
@@ -209,20 +191,14 @@ def test_the_device_time_of_a_pass_begins_where_the_engine_has_chosen_a_graph() 
     graph, none = SimpleNamespace(name="FULL"), SimpleNamespace(name="NONE")
     engine = dataclasses.replace(VLLM, attributes={**VLLM.attributes, "model_runner.platform": "platform"})
     recorder, clock = Memory(), Clock()
-    found = observers(engine, recorder)
-    runner, scheduler = SimpleNamespace(platform=clock), SimpleNamespace()
+    loop, runner = loop_of(engine, recorder), SimpleNamespace(platform=clock)
     message = batch(cached={"a": (5, 1)})
     for mode in (graph, graph, none, none, graph, graph):
-        step = found["run_batch"].enter((object(), message), {})
-        token = found["forward"].enter((runner, message), {})
-        clock.now += 1.0
-        found["graph_mode"].exit(None, (mode, object()), None)
-        clock.now += 2.0
-        found["forward"].exit(token, None, None)
-        result = object()
-        found["run_batch"].exit(step, result, None)
-        process = found["process_batch_result"]
-        process.exit(process.enter((scheduler, message, result), {}), None, None)
+        with loop.run(message) as result, loop.call("forward", runner, message):
+            clock.now += 1.0
+            loop.found["graph_mode"].exit(None, (mode, object()), None)
+            clock.now += 2.0
+        loop.process(message, result)
     values = [dict(zip(span.type.attributes, span.values)) for span in recorder.named("forward")]
     replayed, eager = ("replayed", 2.0), ("eager", 3.0)
     # The first eager pass after a replay was expected to be one.
@@ -231,9 +207,7 @@ def test_the_device_time_of_a_pass_begins_where_the_engine_has_chosen_a_graph() 
 
 
 def test_a_batch_without_requests_is_no_step() -> None:
-    recorder = Memory()
-    found = observers(VLLM, recorder)
-    assert found["run_batch"].enter((object(), batch()), {}) is None
+    assert loop_of(VLLM, Memory()).found["run_batch"].enter((object(), batch()), {}) is None
 
 
 @pytest.mark.parametrize(("level", "seconds", "timed"), [(3, 0.001, 5), (3, 0.02, 34), (4, 0.001, 34)])
@@ -246,22 +220,15 @@ def test_of_short_replays_one_in_eight_has_its_device_time_below_level_4(
     monkeypatch.setattr(torch, "somebodys", device, raising=False)
     recorder = Memory()
     recorder.level = level
-    found = observers(SGLANG, recorder)
-    runner, scheduler = SimpleNamespace(device="somebodys:0"), SimpleNamespace()
+    loop, runner = loop_of(SGLANG, recorder), SimpleNamespace(device="somebodys:0")
     req = SimpleNamespace(finished_reason=None)
     decode, extend = stand_ins.ForwardMode.DECODE, stand_ins.ForwardMode.EXTEND
     for mode in (*[decode] * 17, extend, *[decode] * 16, extend, decode):
-        batch, result = SimpleNamespace(forward_mode=mode, reqs=[req]), object()
-        step = found["run_batch"].enter((scheduler, batch), {})
-        token = found["forward"].enter((runner, batch), {})
-        launched = found["graph_launch"].enter((object(),), {}) if mode is decode else None
-        device.now += seconds
-        if mode is decode:
-            found["graph_launch"].exit(launched, None, None)
-        found["forward"].exit(token, None, None)
-        found["run_batch"].exit(step, result, None)
-        process = found["process_batch_result"]
-        process.exit(process.enter((scheduler, batch, result), {}), None, None)
+        batch = SimpleNamespace(forward_mode=mode, reqs=[req])
+        launch = loop.call("graph_launch", object()) if mode is decode else nullcontext()
+        with loop.run(batch) as result, loop.call("forward", runner, batch), launch:
+            device.now += seconds
+        loop.process(batch, result)
     values = [span.values for span in recorder.named("forward")]
     times = [(value[5], value[4] is not None) for value in values]
     assert times.count(("eager", True)) == 2
@@ -276,46 +243,60 @@ def test_sglangs_device_is_one_of_ours_where_there_is_one(device: str, name: str
     assert getattr(platform, "device_name", None) == name
 
 
-def test_an_unreported_end_is_found_when_nothing_is_left_to_run() -> None:
-    """For engines that release a request's memory later, in another thread."""
-    engine = dataclasses.replace(EMBEDDED, attributes={**EMBEDDED.attributes, **ENDS})
+@dataclasses.dataclass
+class Scheduler:
+    """A loop of the embedded engine's, where the batch says which requests have ended."""
+
+    trackers: Trackers
+    recorder: Memory
+    loop: Loop
+
+    def queued(self, rid: str) -> tuple[Any, ScheduledRequest]:
+        """A request, as the engine has it and as its tracker does."""
+        return SimpleNamespace(rid=rid, output_ids=[1], reason=None), self.trackers.requests.queued(rid)
+
+    def decoding(self, rid: str) -> Any:
+        req, request = self.queued(rid)
+        self.trackers.requests.resume(request, 1)
+        return req
+
+
+def scheduler_of(engine: Engine = EMBEDDED, scheduler: Any = None) -> Scheduler:
+    engine = dataclasses.replace(engine, attributes={**engine.attributes, **ENDS})
     recorder = Memory()
     trackers = Trackers.of(engine, recorder, DEFAULTS)
-    found = {each.role: each for each in StepObserver(trackers).observations()}
-    req = SimpleNamespace(rid="one", output_ids=[1], reason=None)
-    trackers.requests.resume(trackers.requests.queued("one"), 1)
-    scheduler = SimpleNamespace(waiting=[], running=[req], kv_cache=None, has_work=False)
-    found["release_request"].enter((req,), {})  # of another request: this engine reports releases
+    return Scheduler(trackers, recorder, Loop(StepObserver(trackers).observations(), scheduler))
+
+
+def decodes(*reqs: Any, number: int = 1) -> Any:
+    return SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=list(reqs), step_id=number)
+
+
+def ending(req: Any, reason: str | None) -> Callable[[Any], None]:
+    """What gives the request this reason as its result is processed."""
+    return lambda step: setattr(req, "reason", reason)
+
+
+def test_an_unreported_end_is_found_when_nothing_is_left_to_run() -> None:
+    """For engines that release a request's memory later, in another thread."""
+    scheduler = SimpleNamespace(waiting=[], running=[], kv_cache=None, has_work=False)
+    found = scheduler_of(scheduler=scheduler)
+    req = found.decoding("one")
+    found.loop.found["release_request"].enter((req,), {})  # of another request: this engine reports releases
     for number in (1, 2, 3):
-        batch, result = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[req], step_id=number), object()
-        token = found["run_batch"].enter((scheduler, batch), {})
-        found["run_batch"].exit(token, result, None)
-        token = found["process_batch_result"].enter((scheduler, batch, result), {})
-        if number == 3:
-            req.reason = "stop"
-        found["process_batch_result"].exit(token, None, None)
-    found["receive_messages"].enter((scheduler,), {})
-    (decode,) = recorder.named("decode")
+        found.loop.step(decodes(req, number=number), ending(req, "stop" if number == 3 else None))
+    found.loop.found["receive_messages"].enter((scheduler,), {})
+    (decode,) = found.recorder.named("decode")
     assert decode.values[1] == "stop"
 
 
 def test_how_a_request_ended_follows_its_engines_reason() -> None:
     outcomes = {"client_closed": Outcome.ABORTED, "broken": Outcome.FAILED}
-    engine = dataclasses.replace(
-        EMBEDDED, attributes={**EMBEDDED.attributes, **ENDS}, outcomes={**EMBEDDED.outcomes, **outcomes}
-    )
-    recorder = Memory()
-    trackers = Trackers.of(engine, recorder, DEFAULTS)
-    found = {each.role: each for each in StepObserver(trackers).observations()}
+    found = scheduler_of(dataclasses.replace(EMBEDDED, outcomes={**EMBEDDED.outcomes, **outcomes}))
     for reason in ("length", "abort", *outcomes):
-        req = SimpleNamespace(rid=reason, output_ids=[1], reason=None)
-        trackers.requests.resume(trackers.requests.queued(reason), 1)
-        batch, result = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[req], step_id=1), object()
-        found["run_batch"].exit(found["run_batch"].enter((None, batch), {}), result, None)
-        token = found["process_batch_result"].enter((None, batch, result), {})
-        req.reason = reason
-        found["process_batch_result"].exit(token, None, None)
-    assert {decode.values[1]: decode.error for decode in recorder.named("decode")} == {
+        req = found.decoding(reason)
+        found.loop.step(decodes(req), ending(req, reason))
+    assert {decode.values[1]: decode.error for decode in found.recorder.named("decode")} == {
         "length": "",
         "abort": "abort",
         "client_closed": "abort",
@@ -323,76 +304,63 @@ def test_how_a_request_ended_follows_its_engines_reason() -> None:
     }
 
 
+RELEASES = {**EMBEDDED.roles, "release_request": Role(("engine:release",), ("req",))}
+
+
 @pytest.mark.parametrize("is_first_token", [True, False])
 def test_a_request_ends_when_the_engine_lets_go_of_it(is_first_token: bool) -> None:
     """Its caller has the answer before the result is processed."""
-    roles = {**EMBEDDED.roles, "release_request": Role(("engine:release",), ("req",))}
-    engine = dataclasses.replace(EMBEDDED, roles=roles, attributes={**EMBEDDED.attributes, **ENDS})
-    recorder = Memory()
-    trackers = Trackers.of(engine, recorder, DEFAULTS)
-    found = {each.role: each for each in StepObserver(trackers).observations()}
-    req = SimpleNamespace(rid="one", output_ids=[1], reason=None)
-    request = trackers.requests.queued("one")
+    found = scheduler_of(dataclasses.replace(EMBEDDED, roles=RELEASES))
+    req, request = found.queued("one")
+    requests, answered_ns = found.trackers.requests, 0
     if is_first_token:
-        trackers.requests.launched(request, 1)
+        requests.launched(request, 1)
     else:
-        trackers.requests.resume(request, 1)
-    batch, result = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[req], step_id=1), object()
-    found["run_batch"].exit(found["run_batch"].enter((None, batch), {}), result, None)
-    token = found["process_batch_result"].enter((None, batch, result), {})
-    if is_first_token:
-        token.prefill = [Chunk(req, request, 1, 1, True)]
-        trackers.requests.processing(token.prefill)
-    req.reason = "stop"
-    found["release_request"].enter((req,), {})
-    answered_ns = time.monotonic_ns()
-    found["process_batch_result"].exit(token, None, None)
-    (decode,) = recorder.named("decode")
+        requests.resume(request, 1)
+
+    def release(step: Any) -> None:
+        nonlocal answered_ns
+        if is_first_token:
+            step.prefill = [Chunk(req, request, 1, 1, True)]
+            requests.processing(step.prefill)
+        req.reason = "stop"
+        found.loop.found["release_request"].enter((req,), {})
+        answered_ns = time.monotonic_ns()
+
+    found.loop.step(decodes(req), release)
+    (decode,) = found.recorder.named("decode")
     assert decode.end_ns <= answered_ns
-    assert all(prefill.end_ns <= answered_ns for prefill in recorder.named("prefill"))
+    assert all(prefill.end_ns <= answered_ns for prefill in found.recorder.named("prefill"))
 
 
 def test_a_request_with_the_id_of_one_that_has_ended_is_another() -> None:
-    engine = dataclasses.replace(EMBEDDED, attributes={**EMBEDDED.attributes, **ENDS})
-    recorder = Memory()
-    trackers = Trackers.of(engine, recorder, DEFAULTS)
-    found = {each.role: each for each in StepObserver(trackers).observations()}
+    found = scheduler_of()
+    requests = found.trackers.requests.requests
     for _ in range(2):
-        req = SimpleNamespace(rid="again", output_ids=[1], reason=None)
-        trackers.requests.resume(trackers.requests.queued("again"), 1)
-        found["release_request"].enter((req,), {})
-        batch, result = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[req], step_id=1), object()
-        token = found["run_batch"].enter((None, batch), {})
-        found["run_batch"].exit(token, result, None)
-        assert [*trackers.requests.requests] == ["again"]
-        token = found["process_batch_result"].enter((None, batch, result), {})
-        req.reason = "stop"
-        found["release_request"].enter((req,), {})
-        found["process_batch_result"].exit(token, None, None)
-        assert not trackers.requests.requests
-    assert [decode.values[1] for decode in recorder.named("decode")] == ["stop", "stop"]
+        req = found.decoding("again")
+
+        def release(step: Any) -> None:
+            assert [*requests] == ["again"]
+            req.reason = "stop"  # noqa: B023
+            found.loop.found["release_request"].enter((req,), {})  # noqa: B023
+
+        found.loop.found["release_request"].enter((req,), {})
+        found.loop.step(decodes(req), release)
+        assert not requests
+    assert [decode.values[1] for decode in found.recorder.named("decode")] == ["stop", "stop"]
 
 
 def test_the_steps_of_a_forked_child_have_ids_of_their_own() -> None:
     """A recorder has another file after a fork; a child that counted on would repeat the parent's ids."""
-    recorder = Memory()
-    trackers = Trackers.of(EMBEDDED, recorder, DEFAULTS)
-    found = {each.role: each for each in StepObserver(trackers).observations()}
-    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[], step_id=1)
-
-    def step() -> None:
-        result = object()
-        found["run_batch"].exit(found["run_batch"].enter((None, batch), {}), result, None)
-        token = found["process_batch_result"].enter((None, batch, result), {})
-        found["process_batch_result"].exit(token, None, None)
-
+    found = scheduler_of()
+    recorder = found.recorder
     for _ in range(3):
-        step()
+        found.loop.step(decodes())
     recorder.steps.retire()
     recorder.steps = OpenSteps.in_memory()
     recorder.level, recorder.sample = 3, SAMPLE_ALL
     for _ in range(3):
-        step()
+        found.loop.step(decodes())
     ids = [span.span_id for span in recorder.named("scheduler.step")]
     assert len({*ids}) == 6
     assert abs(ids[3] - ids[2]) > 1000

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
 
 from sgl_aspects.tracing import attach, context, schema
 from sgl_aspects.tracing.collect import join
@@ -18,7 +16,6 @@ from sgl_aspects.tracing.collect.join import Joiner
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.collect.tail import TailChoice
 from sgl_aspects.tracing.context import TraceContext
-from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import (
     ProcessDescribed,
@@ -121,10 +118,6 @@ def test_a_request_inside_a_span_of_ours_is_a_request(receiver: Receiver) -> Non
     assert figures.count == 2
 
 
-def readable_into(found: list[Any]) -> Callable[[CollectedSpan], None]:
-    return lambda span: found.append(span.readable())
-
-
 class Writer:
     """The part of a ring's reader that the joiner uses."""
 
@@ -138,20 +131,42 @@ class Writer:
         return ()
 
 
+class Joined(Joiner):
+    """A joiner that keeps its spans, with the records of a caller's process and of a scheduler's."""
+
+    def __init__(self, **options: Any) -> None:
+        self.spans: list[Any] = []
+        super().__init__(Resource({}), lambda span: self.spans.append(span.readable()), **options)
+        self.caller: Any = Writer("1")
+        self.scheduler: Any = Writer("2")
+
+    @property
+    def names(self) -> list[str]:
+        return [span.name for span in self.spans]
+
+    def of_caller(self, *records: Any) -> None:
+        self.add(self.caller, *records)
+
+    def of_scheduler(self, *records: Any) -> None:
+        self.add(self.scheduler, *records)
+
+    def received(self, span_id: int = 7, rid: str = "r", start_ns: int = 5, **trace: Any) -> None:
+        """Take what the caller's process writes of a request until it is sent."""
+        trace = {"trace_id": 0xABC, **trace}
+        begin = RequestBegin(span_id, rid, start_ns, *TraceContext(**trace), "chat m", {})
+        self.of_caller(begin, RequestSent(span_id))
+
+
 def test_a_second_process_gets_the_request_of_a_caller_that_went_away() -> None:
     """The scheduler sees it while it is open; the detokenizer, with the first output, when it has ended."""
-    found: list[str] = []
-    joiner: Any = Joiner(Resource({}), lambda span: found.append(span.name))
-    caller = Writer("1")
-    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}), RequestSent(7))
-    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 20))
+    joiner = Joined()
+    joiner.received()
+    joiner.of_caller(SpanEnd(REQUEST, 7, 7, 0, 5, 20))
     for writer, key, seen_ns in (("2", 8, 10), ("3", 9, 30)):
-        joiner.add(Writer(writer), RequestSeen(key, "r", seen_ns))
-        joiner.add(
-            Writer(writer), SpanEnd(SpanType(f"of {writer}"), key + 10, key, key, seen_ns, seen_ns + 1)
-        )
+        span = SpanEnd(SpanType(f"of {writer}"), key + 10, key, key, seen_ns, seen_ns + 1)
+        joiner.add(Writer(writer), RequestSeen(key, "r", seen_ns), span)  # type: ignore[arg-type]
     joiner.finish()
-    assert sorted(found) == ["chat m", "of 2", "of 3"]
+    assert sorted(joiner.names) == ["chat m", "of 2", "of 3"]
     assert joiner.unjoined == 0
 
 
@@ -160,68 +175,58 @@ def test_a_reader_far_behind_or_slow_gives_nothing_up(
     monkeypatch: pytest.MonkeyPatch, is_behind: bool
 ) -> None:
     """However long the caller's records wait to be read, or the pass takes: the scheduler's wait for them."""
-    found: list[str] = []
-    joiner: Any = Joiner(Resource({}), lambda span: found.append(span.name))
-    caller, scheduler = Writer("1"), Writer("2")
-    joiner.add(scheduler, RequestSeen(8, "r", 6))
+    joiner = Joined()
+    joiner.of_scheduler(RequestSeen(8, "r", 6))
     monkeypatch.setattr(join, "_WAITING_SECONDS", 0.0)
     monkeypatch.setattr(join, "_SEEN_LATE_SECONDS", 0.0)
-    joiner.add(scheduler, SpanEnd(SpanType("queue"), 9, 8, 8, 6, 7))
+    joiner.of_scheduler(SpanEnd(SpanType("queue"), 9, 8, 8, 6, 7))
     time.sleep(0.001)
     joiner.match_waiting(is_behind=is_behind)
-    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
-    joiner.add(caller, RequestSent(7))
+    joiner.received()
     joiner.match_waiting()
-    assert found == ["queue"]
+    assert joiner.names == ["queue"]
     assert joiner.unjoined == 0
 
 
 def test_an_id_used_again_that_was_read_first_from_the_scheduler() -> None:
     """A collector that gets little of the processors finds two requests, both ended, and who served them."""
-    found: list[Any] = []
-    joiner: Any = Joiner(Resource({}), readable_into(found))
+    joiner = Joined()
     for writer, key, seen_ns in (("2", 20, 8), ("3", 30, 18)):
-        joiner.add(Writer(writer), RequestSeen(key, "same", seen_ns))
-        joiner.add(Writer(writer), SpanEnd(SpanType("queue"), key + 1, key, key, seen_ns, seen_ns + 1))
-    caller = Writer("1")
+        span = SpanEnd(SpanType("queue"), key + 1, key, key, seen_ns, seen_ns + 1)
+        joiner.add(Writer(writer), RequestSeen(key, "same", seen_ns), span)  # type: ignore[arg-type]
     for span_id, begin_ns in ((6, 1), (7, 7), (8, 17)):  # the first one's scheduler was not traced
-        joiner.add(caller, RequestBegin(span_id, "same", begin_ns, *TraceContext(span_id), "chat m", {}))
-        joiner.add(caller, RequestSent(span_id))
-        joiner.add(caller, SpanEnd(REQUEST, span_id, span_id, 0, begin_ns, begin_ns + 4))
+        joiner.received(span_id, "same", begin_ns, trace_id=span_id)
+        joiner.of_caller(SpanEnd(REQUEST, span_id, span_id, 0, begin_ns, begin_ns + 4))
     joiner.finish()
-    queues = [(span.parent.span_id, span.start_time) for span in found if span.name == "queue"]
+    queues = [(span.parent.span_id, span.start_time) for span in joiner.spans if span.name == "queue"]
     assert queues == [(7, 8), (8, 18)]
 
 
 def test_what_ends_while_hooks_are_removed_is_marked_as_possibly_incomplete() -> None:
-    found: list[Any] = []
     ended: list[int] = []
-    joiner: Any = Joiner(
-        Resource({}), readable_into(found), on_request=lambda *request: ended.append(request[1].span_id)
-    )
-    caller = Writer("1")
+    joiner = Joined(on_request=lambda *request: ended.append(request[1].span_id))
     for span_id, end_ns in (7, 20), (8, 30):
-        joiner.add(caller, RequestBegin(span_id, f"r{span_id}", 5, *TraceContext(0xABC), "chat m", {}))
-        joiner.add(caller, SpanEnd(REQUEST, span_id, span_id, 0, 5, end_ns))
+        joiner.received(span_id, f"r{span_id}")
+        joiner.of_caller(SpanEnd(REQUEST, span_id, span_id, 0, 5, end_ns))
     joiner.detaching(25)
     joiner.detaching(28)
     joiner.finish()
-    assert {span.context.span_id: "sgl_aspects.detached" in span.attributes for span in found} == {
+    assert {span.context.span_id: "sgl_aspects.detached" in span.attributes for span in joiner.spans} == {
         7: False,
         8: True,
     }
     assert ended == [7]
-    assert [span.status.is_ok for span in found] == [True, True]
+    assert [span.status.is_ok for span in joiner.spans] == [True, True]
 
 
 def test_what_waits_in_vain_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a collector that is always behind, nothing has waited for too long."""
     monkeypatch.setattr(join, "_WAITING_RECORDS", 10)
-    joiner: Any = Joiner(Resource({}), lambda span: None)
-    scheduler = Writer("2")
+    joiner = Joined()
     for number in range(100, 1100, 10):
-        joiner.add(scheduler, RequestSeen(number, f"r{number}", 6))
-        joiner.add(scheduler, SpanEnd(SpanType("queue"), number + 1, number, number, 6, 7))
+        joiner.of_scheduler(
+            RequestSeen(number, f"r{number}", 6), SpanEnd(SpanType("queue"), number + 1, number, number, 6, 7)
+        )
         joiner.match_waiting(is_behind=True)
     assert joiner._unmatched.count <= 10
     assert joiner._rootless.count <= 10
@@ -230,21 +235,14 @@ def test_what_waits_in_vain_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_clock_that_is_set_back_meanwhile() -> None:
     """What was measured over the change is nothing, and everything has its place."""
-    found: list[ReadableSpan] = []
-    ended: list[int] = []
-    joiner: Any = Joiner(
-        Resource({}), readable_into(found), on_request=lambda *request: ended.append(request[2])
-    )
-    caller, scheduler = Writer("1"), Writer("2")
-    joiner.add(caller, RequestBegin(7, "r", 5000, *TraceContext(0xABC), "chat m", {}))
-    joiner.add(caller, RequestSent(7))
-    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5000, 900))
-    joiner.add(scheduler, RequestSeen(8, "r", 5001))
-    joiner.add(scheduler, SpanEnd(SpanType("queue"), 9, 8, 8, 5001, 600))
-    joiner.add(scheduler, SpanEnd(SpanType("decode"), 10, 8, 8, 600, 800))
+    joiner = Joined()
+    joiner.received(start_ns=5000)
+    joiner.of_caller(SpanEnd(REQUEST, 7, 7, 0, 5000, 900))
+    joiner.of_scheduler(RequestSeen(8, "r", 5001), SpanEnd(SpanType("queue"), 9, 8, 8, 5001, 600))
+    joiner.of_scheduler(SpanEnd(SpanType("decode"), 10, 8, 8, 600, 800))
     joiner.finish()
-    assert [span.name for span in found] == ["queue", "decode", "chat m"]
-    for span in found:
+    assert joiner.names == ["queue", "decode", "chat m"]
+    for span in joiner.spans:
         assert span.start_time is not None
         assert span.end_time is not None
         assert span.start_time <= span.end_time
@@ -255,69 +253,56 @@ def test_a_clock_that_is_set_back_meanwhile() -> None:
 
 def test_ends_that_were_lost_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring that is full drops ends, too: of a process that lives on, what lost its end is given up."""
-    found: list[ReadableSpan] = []
     monkeypatch.setattr(join, "_OPEN", 10)
-    joiner: Any = Joiner(Resource({}), readable_into(found))
-    caller, scheduler = Writer("1"), Writer("2")
+    joiner = Joined()
     for number in range(100, 3100, 100):
-        joiner.add(caller, RequestBegin(number, f"r{number}", 5, *TraceContext(number), "chat m", {}))
-        joiner.add(caller, RequestSent(number))
-        joiner.add(scheduler, RequestSeen(number + 1, f"r{number}", 6))
-        joiner.add(scheduler, SpanBegin(SpanType("decode"), number + 2, number + 1, number + 1, 7))
+        joiner.received(number, f"r{number}", trace_id=number)
+        joiner.of_scheduler(
+            RequestSeen(number + 1, f"r{number}", 6),
+            SpanBegin(SpanType("decode"), number + 2, number + 1, number + 1, 7),
+        )
         joiner.match_waiting()
         assert len(joiner._open) <= 10
-    joiner.writer_gone(scheduler)
+    joiner.writer_gone(joiner.scheduler)
     joiner.finish()
-    assert collections.Counter(span.name for span in found) == {"chat m": 30, "decode": 30}
-    assert all((span.attributes or {})["sgl_aspects.unfinished"] for span in found)
+    assert collections.Counter(span.name for span in joiner.spans) == {"chat m": 30, "decode": 30}
+    assert all((span.attributes or {})["sgl_aspects.unfinished"] for span in joiner.spans)
 
 
 def test_a_lost_end_is_not_after_the_request_s() -> None:
-    found: list[ReadableSpan] = []
-    joiner: Any = Joiner(Resource({}), readable_into(found))
-    caller, scheduler = Writer("1"), Writer("2")
-    scheduler.last_ns = 1000
-    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
-    joiner.add(caller, RequestSent(7))
-    joiner.add(scheduler, RequestSeen(8, "r", 6))
-    joiner.add(scheduler, SpanBegin(SpanType("decode"), 9, 8, 8, 6))
-    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 50))
-    joiner.writer_gone(scheduler)
+    joiner = Joined()
+    joiner.scheduler.last_ns = 1000
+    joiner.received()
+    joiner.of_scheduler(RequestSeen(8, "r", 6), SpanBegin(SpanType("decode"), 9, 8, 8, 6))
+    joiner.of_caller(SpanEnd(REQUEST, 7, 7, 0, 5, 50))
+    joiner.writer_gone(joiner.scheduler)
     joiner.finish()
-    assert {span.name: span.end_time for span in found} == {"chat m": 50, "decode": 50}
+    assert {span.name: span.end_time for span in joiner.spans} == {"chat m": 50, "decode": 50}
 
 
 def test_a_request_s_end_waits_for_what_is_still_to_be_read() -> None:
-    found: list[ReadableSpan] = []
-    joiner: Any = Joiner(Resource({}), readable_into(found))
-    caller, scheduler = Writer("1"), Writer("2")
-    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}))
-    joiner.add(caller, RequestSent(7))
-    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 50))
+    joiner = Joined()
+    joiner.received()
+    joiner.of_caller(SpanEnd(REQUEST, 7, 7, 0, 5, 50))
     for _ in range(5):
         joiner.match_waiting(is_behind=True)
-    joiner.add(scheduler, RequestSeen(8, "r", 6))
-    joiner.add(scheduler, SpanEnd(SpanType("queue"), 9, 8, 8, 10, 20))
+    joiner.of_scheduler(RequestSeen(8, "r", 6), SpanEnd(SpanType("queue"), 9, 8, 8, 10, 20))
     for _ in range(2):
         joiner.match_waiting()
-    (request,) = [span for span in found if span.name == "chat m"]
+    (request,) = [span for span in joiner.spans if span.name == "chat m"]
     assert (request.attributes or {})["gen_ai.latency.time_in_queue"] == 10e-9
 
 
 def test_a_request_that_is_kept_in_the_end_is_linked_to_from_then_on() -> None:
     """Until it fails it is left out, and the spans that served it do not link to it."""
-    found: list[ReadableSpan] = []
-    joiner: Any = Joiner(Resource({}), readable_into(found), tail=TailChoice())
-    caller, scheduler = Writer("1"), Writer("2")
-    joiner.add(caller, RequestBegin(7, "r", 5, *TraceContext(0xABC, sampled=False), "chat m", {}))
-    joiner.add(caller, RequestSent(7))
-    joiner.add(scheduler, RequestSeen(8, "r", 6))
-    joiner.add(scheduler, SpanEnd(SpanType("first"), 20, 20, 0, 10, 20, links=[8]))
-    joiner.add(caller, SpanEnd(REQUEST, 7, 7, 0, 5, 50, error="abort"))
+    joiner = Joined(tail=TailChoice())
+    joiner.received(sampled=False)
+    joiner.of_scheduler(RequestSeen(8, "r", 6), SpanEnd(SpanType("first"), 20, 20, 0, 10, 20, links=[8]))
+    joiner.of_caller(SpanEnd(REQUEST, 7, 7, 0, 5, 50, error="abort"))
     for _ in range(2):
         joiner.match_waiting()
-    joiner.add(scheduler, SpanEnd(SpanType("second"), 21, 21, 0, 20, 30, links=[8]))
-    links = {span.name: [link.context for link in span.links] for span in found}
+    joiner.of_scheduler(SpanEnd(SpanType("second"), 21, 21, 0, 20, 30, links=[8]))
+    links = {span.name: [link.context for link in span.links] for span in joiner.spans}
     assert links["first"] == []
     assert [(link.trace_id, link.span_id, link.trace_flags.sampled) for link in links["second"]] == [
         (0xABC, 7, True)

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from sgl_aspects.tracing.record import format as ring_format
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import SpanEnd
 from tests.support.collectors import kill_collector
-from tests.support.otlp_receiver import Span, serving, spans_of
+from tests.support.otlp_receiver import Span, backend, spans_of
 from tests.support.processes import wait_until
 from tests.support.sessions import REQUEST, begin, read_file, run_scheduler
 
@@ -35,50 +35,39 @@ class SlowBackend:
     @contextmanager
     def running(self) -> Iterator[str]:
         """The endpoint."""
-        backend = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                backend.has_begun.set()
-                if not backend.opened.wait(60):
-                    return
-                try:
-                    self.send_response(200)
-                    self.end_headers()
-                except OSError:
-                    return  # the sender was killed
-                backend.spans.extend(spans_of(ExportTraceServiceRequest.FromString(body)))
+        def answer(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+            self.has_begun.set()
+            if self.opened.wait(60):
+                handler.send_response(200)
+                handler.end_headers()
+                self.spans.extend(spans_of(ExportTraceServiceRequest.FromString(body)))
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Log nothing."""
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        with serving(server):
-            yield f"http://127.0.0.1:{server.server_address[1]}"
+        with backend(answer) as endpoint:
+            yield endpoint
 
 
 def test_what_a_killed_collector_held_is_delivered_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
-    backend = SlowBackend()
-    with backend.running() as endpoint:
+    slow = SlowBackend()
+    with slow.running() as endpoint:
         session = attach(endpoint=endpoint)
         for number in range(20):
             end = begin(session, f"r{number}")
             run_scheduler(session, [f"r{number}"]) if number < 2 else None
             end()
-        assert backend.has_begun.wait(60)
+        assert slow.has_begun.wait(60)
         kill_collector(session)
-        backend.opened.set()
+        slow.opened.set()
         begin(session, "after")()
         summary = session.close()
     assert (summary.problem, summary.restarted, summary.dropped, summary.unjoined) == ("", True, 0, 0)
-    by_id = {span.span_id: span for span in backend.spans}
+    by_id = {span.span_id: span for span in slow.spans}
     found = sorted(str(span.attributes["gen_ai.request.id"]) for span in by_id.values() if span.kind == 2)
     assert found == sorted([*(f"r{number}" for number in range(20)), "after"])
     # A copy differs in nothing: a backend keeps one of the two.
-    assert [span for span in backend.spans if by_id[span.span_id] != span] == []
+    assert [span for span in slow.spans if by_id[span.span_id] != span] == []
     steps = [span for span in by_id.values() if span.name == "scheduler.step"]
     traces = {span.trace_id for span in by_id.values() if span.kind == 2}
     assert [link[0] in traces for step in steps for link in step.links] == [True, True]
