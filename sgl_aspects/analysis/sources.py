@@ -56,13 +56,17 @@ def _sum(counts: Iterable[int | None]) -> int | None:
 
 
 def load_run(source: str | None) -> Run:
-    """Read a run from an OTLP-JSON file or a run folder, live or dead; None: the only traced run.
+    """Read a run from an OTLP-JSON file, a run folder, live or dead, or the id of a process that records.
+
+    None: the only traced run.
 
     Raises ``ConfigError`` if there is nothing to read.
     """
     if source is None:
         return _of_rings(None)
     path = Path(os.path.expanduser(source))
+    if source.isdecimal() and not path.exists():
+        return _of_rings(source)
     if path.is_dir():
         if not any(path.glob("*.ring")):
             files = sorted(path.glob("*.jsonl"))

@@ -48,8 +48,8 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         "sources",
         nargs="*",
         metavar="RUN",
-        help="files of the otlp-json-file exporter, or runs' folders, live or dead, of one or several hosts "
-        "(the only run there is)",
+        help="files of the otlp-json-file exporter, or runs' folders, live or dead, of one or several hosts, "
+        "or a process's id (the only run there is)",
     )
 
 

@@ -17,7 +17,7 @@ from sgl_aspects.attach.operation import Answer, Run
 from sgl_aspects.attach.process_tree import Process, engine_tree
 from sgl_aspects.attach.rights import check
 from sgl_aspects.cli.run import add_trace_arguments, trace_settings
-from sgl_aspects.errors import AttachError
+from sgl_aspects.errors import AttachError, ConfigError
 from sgl_aspects.run.collector import CollectorProcess
 from sgl_aspects.run.requests import prepared_process
 from sgl_aspects.tracing.collect.summary import TraceSummary
@@ -83,6 +83,12 @@ def _run(arguments: argparse.Namespace, processes: Sequence[Process]) -> int:
     # The running engine may leave the collector little processor time for its last spans.
     environment = {"ASPECTS_TRACE_FLUSH_SECONDS": "10", **env.shortened(os.environ)}
     settings = trace_settings(environment, arguments, _LEVEL)
+    if not settings.level:
+        why = "the environment disables tracing" if settings.disabled else "at level 0 nothing is recorded"
+        raise ConfigError(
+            f"{why}: choose --level 1 to 4. sgl-aspects detach {arguments.pid} takes the hooks out again, "
+            "sgl-aspects control --off stops recording"
+        )
     if arguments.config:
         config.read(arguments.config)  # its errors are reported here, in one line
     for process in processes:

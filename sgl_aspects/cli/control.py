@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_run_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pid", type=int, help="this process only; left out: every process of the run")
     parser.add_argument(
-        "--run", dest="folder", metavar="FOLDER", help="the run; needed where there are several"
+        "--run",
+        dest="folder",
+        metavar="RUN",
+        help="its folder, or a process of it; needed for one of several",
     )
 
 

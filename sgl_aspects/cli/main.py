@@ -5,7 +5,8 @@ A subcommand's module has two functions:
     add_arguments(parser)    describes its flags
     run(arguments) -> int    does the work and returns the exit status
 
-Exit statuses: 0 success; 2 an error that the user can act on, reported in one line; 130 interrupted.
+Exit statuses: 0 success; 2 an error that the user can act on, in one line, and one for each choice; 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from sgl_aspects.errors import AspectsError
 from sgl_aspects.terminal import printable
 
 PROGRAM = "sgl-aspects"
+# Before each choice in an error.
+_CHOICE = "\n  - "
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -87,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)  # also without a standard output
         return status
     except AspectsError as error:
-        return _complain(" ".join(str(error).split()))
+        parts = str(error).split(_CHOICE)
+        return _complain(_CHOICE.join(" ".join(part.split()) for part in parts))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "sgl_aspects":
             raise  # a bug
@@ -152,7 +156,9 @@ def _parse(words: list[str]) -> argparse.Namespace:
     unknown = unknown or [word for word in program[:1] if word.startswith("-") and word != "--"]
     if unknown:
         option = unknown[0].partition("=")[0]
-        parser.error(f"unknown argument {option}{_or_near(option, options_of(parser))}")
+        options = options_of(parser)
+        near = f"; did you mean --run {option}?" if "--run" in options and option[0] != "-" else ""
+        parser.error(f"unknown argument {option}{near or _or_near(option, options)}")
     return arguments
 
 

@@ -23,7 +23,10 @@ _ONCE_SECONDS = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run", dest="folder", metavar="FOLDER", help="the run; needed where there are several"
+        "--run",
+        dest="folder",
+        metavar="RUN",
+        help="its folder, or a process of it; needed for one of several",
     )
     parser.add_argument("--pid", type=int, help="the run of this process")
     parser.add_argument(

@@ -7,7 +7,7 @@ of a run agree, and no duration changes, whatever the wall clock is set to meanw
 from __future__ import annotations
 
 from pathlib import Path
-from time import monotonic_ns, time_ns
+from time import monotonic_ns, time, time_ns
 
 from sgl_aspects.files import read_small, write_private
 
@@ -43,3 +43,11 @@ def offset_of(folder: str | Path) -> int:
 def unix_ns(folder: str | Path) -> int:
     """Return Unix time now, as the records of the run in this folder have it."""
     return monotonic_ns() + offset_of(folder)
+
+
+def begun(folder: str | Path) -> float:
+    """Return when the run in this folder began, in seconds of Unix time; now if that is not known."""
+    try:
+        return Path(folder, _FILE).lstat().st_mtime
+    except OSError:
+        return time()

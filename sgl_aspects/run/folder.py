@@ -9,6 +9,8 @@ import os
 import shutil
 import stat
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_aspects import env
@@ -27,6 +29,8 @@ _WOVEN = "woven"
 _LEAST_BYTES = 4 << 20
 _LEAST_FILES = 64
 _REMOVALS = 3
+_LONGEST_COMMAND = 100
+_UNITS = {"days": 86400, "h": 3600, "min": 60, "s": 1}
 
 
 def make_run_folder() -> str:
@@ -158,3 +162,17 @@ def runs() -> list[Path]:
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
                 found.append((status.st_ctime, path))
     return list(dict.fromkeys(path for _, path in sorted(found)))
+
+
+def describe_run(folder: Path, process_ids: Sequence[int]) -> str:
+    """Return a run's folder, its age, these processes of it, and the command line of the first."""
+    try:
+        words = Path(f"/proc/{process_ids[0]}/cmdline").read_bytes().split(b"\0")
+        command = b" ".join(words).decode(errors="replace").strip()[:_LONGEST_COMMAND]
+    except OSError:
+        command = "ended"
+    seconds = time.time() - clock.begun(folder)
+    age = next(
+        f"{seconds / unit:.0f} {name}" for name, unit in _UNITS.items() if seconds >= 2 * unit or unit == 1
+    )
+    return f"{folder}, {age} old, process {', '.join(map(str, process_ids))}: {command}"

@@ -239,6 +239,11 @@ def _absence(path: tuple[str, ...], name: str, module: Any) -> str:
         names = [key for key in dir(owner) if not key.startswith("__")] if is_class(owner) else []
         close = [f"{path[0]}.{key}" for key in similar(path[-1], names)]
     hint = f"; close names: {', '.join(close)}" if close else ""
+    if name == "__main__":
+        hint += (
+            "; it is the program's own file, whose functions exist once it runs: move the function to a "
+            "module that it imports, or call sgl_aspects.weave() below its definition"
+        )
     return f"module {name} is loaded and has no {'.'.join(path)}{hint}"
 
 

@@ -131,6 +131,17 @@ def test_a_python_program_that_is_not_an_engine(tmp_path: Path) -> None:
         assert [process.id for process in engine_tree(program.id, is_wanted=True)] == [program.id]
 
 
+def test_level_0_and_disabled_tracing_would_record_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path) as program:
+        said = _attach(program.id, "--force", "--level", "0")
+        assert "at level 0 nothing is recorded: choose --level 1 to 4" in said
+        assert f"sgl-aspects detach {program.id}" in said
+        monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+        assert "the environment disables tracing" in _attach(program.id, "--force")
+
+
 _TREE = """
 import multiprocessing, subprocess, sys, time
 def work(): time.sleep(1000)

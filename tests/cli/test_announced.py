@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.processes import free_port, without_room
 
 
@@ -40,3 +42,15 @@ def test_a_backend_that_is_not_there_is_two_lines_and_no_wait(tmp_path: Path) ->
         f"sgl-aspects: tracing requests (--level 1) to {endpoint} (nothing listens there yet)",
         f"sgl-aspects collector: nothing listens at {endpoint}: start a backend there, or choose --file FILE",
     ]
+
+
+@pytest.mark.parametrize("kind", ["trace", "hook"])
+def test_a_function_of_the_program_s_own_file_is_said_to_be_out_of_reach(tmp_path: Path, kind: str) -> None:
+    declared = '[[hook]]\nhook = "json:dumps"\ntype = "before"\n' if kind == "hook" else "[[trace]]\n"
+    (tmp_path / "aspects.toml").write_text(f'{declared}target = "__main__:f"\n')
+    (tmp_path / "program.py").write_text("def f(): pass\nf()\n")
+    options = ("--file", "spans.jsonl", "--config", "aspects.toml")
+    done = traced(tmp_path, sys.executable, "program.py", options=options)
+    assert done.returncode == 0
+    assert "__main__:f is not woven" in done.stderr
+    assert "move the function to a module that it imports" in done.stderr

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.run.folder import runs
+from sgl_aspects.run.folder import describe_run, runs
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.codec import DamagedError
 
 
 def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[RingReader]:
-    """Open the rings of one run for reading; with ``folder`` None those of the only run.
+    """Open the rings of one run for reading: of the only run, where ``folder`` is None.
 
-    ``process_id`` selects that process's ring alone. Raises ``ConfigError`` if the run is ambiguous or there
-    is none. The caller closes each ring.
+    ``folder`` may also be the id of a process that records in the run. ``process_id`` selects that process's
+    ring alone. Raises ``ConfigError`` if the run is ambiguous or there is none. The caller closes each ring.
     """
-    folders = runs() if folder is None else [Path(folder)]
+    if is_process := folder is not None and folder.isdecimal() and not Path(folder).is_dir():
+        folders = [run for run in runs() if any(run.glob(f"{folder}-*{layout.SUFFIX}"))]
+    else:
+        folders = runs() if folder is None else [Path(folder)]
     pattern = f"{'*' if process_id is None else process_id}-*{layout.SUFFIX}"
     found = sorted(ring for run in folders for ring in run.glob(pattern))
     if not found:
-        of = "this user" if folder is None else repr(folder)
-        if process_id is not None:
-            of = f"process {process_id}"
+        if process_id is not None or is_process:
+            found = [ring for run in runs() for ring in run.glob(f"*{layout.SUFFIX}")]
+            of = f"process {folder if is_process else process_id}"
+        else:
+            of = "this user" if folder is None else repr(folder)
         raise ConfigError(
             f"no traced run of {of} found: start the engine under sgl-aspects run, "
-            "or name the folder of a run"
+            f"or name the folder of a run{_listed(found)}"
         )
     readable = [ring for path in found if (ring := _opened(path)) is not None]
     # a crashed run's leftovers do not count while another run is alive
@@ -36,13 +41,10 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
         for ring in [ring for ring in readable if living and ring.path.parent not in living]:
             readable.remove(ring)
             ring.close()
-    processes: dict[Path, list[str]] = {}
-    for ring in readable:
-        processes.setdefault(ring.path.parent, []).append(str(ring.process_id))
-    if len(processes) > 1:
-        names = "; ".join(f"{run} (process {', '.join(of_run)})" for run, of_run in processes.items())
+    if len({ring.path.parent for ring in readable}) > 1:
         raise ConfigError(
-            f"several runs are traced: choose one, as in report FOLDER or top --run FOLDER: {names}"
+            "several runs are traced: name one, or a process of it, as in report RUN or top --run RUN"
+            + _listed([ring.path for ring in readable])
         )
     if not readable:
         raise ConfigError(
@@ -57,3 +59,11 @@ def _opened(path: Path) -> RingReader | None:
         return RingReader(path, read_only=True)
     except (DamagedError, OSError):
         return None
+
+
+def _listed(found: Sequence[Path]) -> str:
+    """Return a line for each run: its folder, age and processes, and what the first of them executes."""
+    processes: dict[Path, list[int]] = {}
+    for ring in found:
+        processes.setdefault(ring.parent, []).append(int(ring.name.partition("-")[0]))
+    return "".join(f"\n  - {describe_run(run, sorted(ids))}" for run, ids in processes.items())

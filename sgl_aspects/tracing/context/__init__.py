@@ -6,7 +6,7 @@ from sgl_aspects.tracing.context.bridge import (
     from_current_span,
     of_request,
 )
-from sgl_aspects.tracing.context.current import Fields, Opened, OpenSpan, add_source, innermost, leave
+from sgl_aspects.tracing.context.current import Fields, Opened, OpenSpan, add_source, given, innermost, leave
 from sgl_aspects.tracing.context.w3c import (
     TraceContext,
     from_headers,
@@ -28,6 +28,7 @@ __all__ = [
     "enter",
     "from_current_span",
     "from_headers",
+    "given",
     "innermost",
     "is_wanted",
     "leave",

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_aspects import compat
-from sgl_aspects.tracing.context.current import Fields, Opened, OpenSpan, current_fields, set_current
+from sgl_aspects.tracing.context.current import Fields, Opened, OpenSpan, current_fields, given, set_current
 from sgl_aspects.tracing.context.w3c import TraceContext, from_headers, is_wanted, new, of_shared
 from sgl_aspects.tracing.records import SpanType
 
@@ -103,7 +103,7 @@ def _join() -> None:
     (key,) = trace.set_span_in_context(trace.INVALID_SPAN, context.Context())
 
     class CurrentSpan(trace.NonRecordingSpan):
-        """A non-recording span whose context is built on first read."""
+        """A span whose context is built on first read; that of a traced function takes attributes."""
 
         def __init__(self, span: OpenSpan) -> None:
             self._span = span
@@ -113,6 +113,17 @@ def _join() -> None:
             flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if origin is None or origin.sampled else 0)
             state = trace.TraceState.from_header([origin.state]) if origin and origin.state else None
             return trace.SpanContext(span.trace_id, span.span_id, False, flags, state)
+
+        def is_recording(self) -> bool:
+            return self._span.span_id in given
+
+        def set_attribute(self, key: str, value: Any) -> None:
+            self.set_attributes({key: value})
+
+        def set_attributes(self, attributes: Mapping[str, Any]) -> None:
+            taken = given.get(self._span.span_id)
+            if taken is not None:
+                taken.update(attributes)
 
     class Attached(context.Context):
         """A context attached by other code while the span ``inside`` was open, so that span is below it."""

@@ -40,6 +40,8 @@ _fields: ContextVar[Fields | None] = ContextVar("sgl_aspects_open_span", default
 _get, _restore = _fields.get, _fields.reset
 #: Makes the span with these fields the current one until ``leave`` is called with the result.
 set_current: Callable[[Fields], Opened] = _fields.set
+#: What the program has set on its current span, by the id of each open span that takes attributes.
+given: dict[int, dict[str, Any]] = {}
 _sources: list[Callable[[], Fields | None]] = []
 
 

@@ -11,13 +11,15 @@ from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.config import RESULT, DeclaredTrace
-from sgl_aspects.tracing.context import OpenSpan, innermost, leave
-from sgl_aspects.tracing.record.recorder import Recorder, in_sample
+from sgl_aspects.tracing.context import OpenSpan, given, innermost, leave
+from sgl_aspects.tracing.record.recorder import Recorder, SpanWriter, in_sample
 from sgl_aspects.tracing.records import AttributeValue, SpanType, error_type
 from sgl_aspects.weaving import argument_reader
 
 _LONGEST_TEXT = 1024
 _LONGEST_LIST = 256
+# Cap on combinations of names that the program sets on the spans of one function: a ring defines each once.
+_MOST_COMBINATIONS = 64
 _PLAIN = (bool, int, float, str)
 
 Reader = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
@@ -82,6 +84,7 @@ class TracedFunction:
         self._recorder, self._readers = recorder, readers
         self._level, self._type = level, type
         self._write = recorder.spans(type)
+        self._writes_with: dict[tuple[str, ...], SpanWriter] = {}
         # Not current while a generator is suspended: its caller's spans are not its children.
         self._is_generator = is_generator
         #: Returns the span of the call's request, if the declaration names one.
@@ -112,6 +115,7 @@ class TracedFunction:
         if is_current:
             trace = None if outer is None else outer.trace
             opened = recorder.enter(self._type, span_id, root_id, parent_id, start_ns, trace)
+            given[span_id] = {}
         return opened, root_id, parent_id, span_id, start_ns, args, kwargs
 
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
@@ -121,14 +125,30 @@ class TracedFunction:
         end_ns = monotonic_ns()
         if opened is not None:
             leave(opened)
-        values = [_plain(read(args, kwargs, result)) for read in self._readers]
+        write, values = self._write, [_plain(read(args, kwargs, result)) for read in self._readers]
+        if opened is not None and (more := given.pop(span_id, None)):
+            write, values = self._with(more, values)
         if self._is_generator and isinstance(error, GeneratorExit):
             error = None  # closed by its consumer
         _recording.is_active = True
         try:
-            self._write(span_id, root_id, parent_id, start_ns, end_ns, values, error_type(error))
+            write(span_id, root_id, parent_id, start_ns, end_ns, values, error_type(error))
         finally:
             _recording.is_active = False
+
+    def _with(
+        self, more: dict[str, Any], values: list[AttributeValue]
+    ) -> tuple[SpanWriter, list[AttributeValue]]:
+        """Return the writer and the values of a span on which the program has set ``more`` attributes."""
+        names = tuple(map(str, more))
+        write = self._writes_with.get(names)
+        if write is None:
+            if len(self._writes_with) >= _MOST_COMBINATIONS:
+                return self._write, values
+            types = {**self._type.attributes, **dict.fromkeys(names, object)}
+            write = self._writes_with[names] = self._recorder.spans(SpanType(self._type.name, types))
+        found = dict(zip(self._type.attributes, values)) | dict(zip(names, map(_plain, more.values())))
+        return write, [*found.values()]
 
 
 def _reader(function: Callable[..., Any], path: tuple[str, ...]) -> Reader:

@@ -1,0 +1,75 @@
+"""Attributes that a program sets on its current OpenTelemetry span, inside of functions that are traced."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.otlp_receiver import spans_of
+from tests.support.sessions import read_file
+
+PROGRAM = """
+import asyncio
+from opentelemetry import trace
+
+def current():
+    return trace.get_current_span()
+
+def outer(key):
+    current().set_attribute("before", 1)
+    inner(key)
+    assert current().is_recording()
+    current().set_attributes({"after": [1.5, 2.5], "key": "other"})
+    current().set_attribute("not a value", object())
+
+def inner(key):
+    current().set_attribute("found", True)
+
+async def later(name):
+    await asyncio.sleep(0)
+    current().set_attribute("name", name)
+    await asyncio.sleep(0)
+
+def many(number):
+    current().set_attribute(f"name {number}", number)
+
+async def both():
+    await asyncio.gather(later("one"), later("two"))
+
+def main():
+    assert not current().is_recording()
+    outer("k")
+    asyncio.run(both())
+    for number in range(200):
+        many(number)
+"""
+
+
+def test_they_are_on_the_span_of_the_innermost_function(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    declared = [f'[[trace]]\ntarget = "program:{name}"\n' for name in ("outer", "inner", "later", "many")]
+    declared[0] += '[trace.attributes]\n"key" = "key"\n"result" = "result"\n'
+    (tmp_path / "aspects.toml").write_text("".join(declared))
+    words = ["run", "--config", "aspects.toml", "--file", "spans.jsonl", "--"]
+    command = [
+        sys.executable,
+        "-m",
+        "sgl_aspects",
+        *words,
+        sys.executable,
+        "-c",
+        "import program; program.main()",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "dropped" not in done.stderr
+    spans = [span for message in read_file(tmp_path / "spans.jsonl") for span in spans_of(message)]
+    attributes = {
+        name: [span.attributes for span in spans if span.name == name] for name in ("outer", "inner", "many")
+    }
+    assert attributes["outer"] == [{"before": 1, "key": "other", "after": [1.5, 2.5]}]
+    assert attributes["inner"] == [{"found": True}]
+    assert sorted(span.attributes["name"] for span in spans if span.name == "later") == ["one", "two"]
+    assert attributes["many"][:64] == [{f"name {number}": number} for number in range(64)]
+    assert attributes["many"][64:] == [{}] * 136  # a name that is made up for each call is not kept for long
