@@ -136,17 +136,12 @@ def _session(signal: str, rejections: Rejections) -> requests.Session | None:
             rejections.read(answer)
 
     class Session(requests.Session):
-        _merged: Any = None
-
         def merge_environment_settings(
             self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
         ) -> Any:
-            # Once: it reads all of the environment. There is one URL, for redirects are refused.
-            if self._merged is None:
-                # REQUESTS_CA_BUNDLE would take precedence over the certificate configured for OTLP.
-                verify = self.verify if isinstance(self.verify, str) else verify
-                self._merged = super().merge_environment_settings(url, proxies, stream, verify, cert)
-            return self._merged
+            # REQUESTS_CA_BUNDLE would take precedence over the certificate configured for OTLP.
+            verify = self.verify if isinstance(self.verify, str) else verify
+            return super().merge_environment_settings(url, proxies, stream, verify, cert)
 
     session = Session()
     session.stream = True  # the answer is read below

@@ -93,8 +93,8 @@ class Pipeline:
         self._failed = 0
         self._last_failed = False
         self._stuck_at = -1
-        self._worker = threading.Thread(target=self._work, name=name, daemon=True)
-        self._worker.start()
+        self.worker = threading.Thread(target=self._work, name=name, daemon=True)
+        self.worker.start()
 
     def offer(self, spans: Sequence[CollectedSpan]) -> None:
         """Queue spans. Waits a little for a busy exporter; one that fails or hangs loses the rest."""
@@ -146,11 +146,10 @@ class Pipeline:
                     break
         return batch
 
-    def close(self) -> threading.Thread:
-        """Send the queue and shut the exporter down, in the thread returned, which ends when done."""
+    def close(self) -> None:
+        """Have ``worker`` send the queue, shut the exporter down, and end."""
         self._is_closing = True
         self._awake.set()
-        return self._worker
 
     def shutdown(self) -> None:
         """Shut the exporter down, which ends its waits between retries; the queue is given up."""
@@ -172,13 +171,10 @@ class Pipeline:
     def _wait_for_room(self) -> None:
         if self._room():
             return
-        done, idle, clock = self.done, 0.0, ThreadClock(self._worker)
+        idle = Idleness(self)
         while not self._room() and not self._last_failed and self._stuck_at != self.done:
-            past = clock.take()
-            idle = idle + past if self.done == done else 0.0
-            done = self.done
-            if idle > _PATIENCE_SECONDS:
-                self._stuck_at = done  # until it delivers again
+            if idle.seconds() > _PATIENCE_SECONDS:
+                self._stuck_at = self.done  # until it delivers again
                 return
             time.sleep(_ROOM_SECONDS)
 
@@ -192,30 +188,38 @@ class Pipeline:
         return self.offered - self.exported
 
 
+class Idleness:
+    """Seconds in which an exporter's thread ran or slept without taking spans, since it took some."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline, self._done, self._seconds = pipeline, pipeline.done, 0.0
+        self._clock = ThreadClock(pipeline.worker)
+
+    def seconds(self) -> float:
+        """Return them; to be called often."""
+        past, done = self._clock.take(), self._pipeline.done
+        self._seconds = self._seconds + past if done == self._done else 0.0
+        self._done = done
+        return self._seconds
+
+
 def close_all(pipelines: Sequence[Pipeline], seconds: float) -> None:
     """Send the queues of all pipelines at once; one whose thread runs or sleeps for ``seconds`` without
     delivering is given up.
     """
-    closing = [(pipeline, pipeline.close()) for pipeline in pipelines]
+    for pipeline in pipelines:
+        pipeline.close()
     begun = time.monotonic()
-    delivered = [pipeline.exported for pipeline in pipelines]
-    clocks, idle = [ThreadClock(thread) for _, thread in closing], [0.0] * len(closing)
+    idle = [(pipeline.worker, Idleness(pipeline)) for pipeline in pipelines]
     is_said = seconds <= _SILENT_SECONDS
-    while True:
-        for index, pipeline in enumerate(pipelines):
-            past = clocks[index].take()
-            idle[index] = idle[index] + past if pipeline.exported == delivered[index] else 0.0
-            delivered[index] = pipeline.exported
-        busy = [thread for (_, thread), past in zip(closing, idle) if thread.is_alive() and past < seconds]
-        if not busy:
-            break
+    while busy := [thread for thread, past in idle if past.seconds() < seconds and thread.is_alive()]:
         if not is_said and time.monotonic() > begun + _SILENT_SECONDS:
             is_said, names = True, ", ".join(thread.name for thread in busy)
             until = f"given up when none is delivered for {seconds:g} s"
             report_line(f"{names}: sending the last spans takes long; {until}")
         busy[0].join(0.02)
-    for pipeline, thread in closing:
-        if thread.is_alive():
+    for pipeline in pipelines:
+        if pipeline.worker.is_alive():
             pipeline.shutdown()
-    for _, thread in closing:
-        thread.join(0.2)
+    for pipeline in pipelines:
+        pipeline.worker.join(0.2)

@@ -21,14 +21,6 @@ from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import Fields
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record import native
-from sgl_aspects.tracing.record.format import (
-    CHILD_RUN_BATCH,
-    KIND_STEP,
-    PROCESS_END,
-    SAMPLE_ALL,
-    WORD_LEVEL,
-    WORD_SAMPLE,
-)
 from sgl_aspects.tracing.record.open_steps import OpenSteps
 from sgl_aspects.tracing.record.recorder import Recorder, SpanWriter, first_id, in_sample
 from sgl_aspects.tracing.record.steps import CHILD_STARTS, CHILD_TYPES
@@ -70,7 +62,7 @@ class Step(native.Step):
         words[block] = 0  # free while it changes
         for word in range(1, layout.STEP_FIELDS):
             words[block + word] = values.get(word, 0)
-        words[block] = KIND_STEP
+        words[block] = layout.KIND_STEP
 
     def store_queues(self, waiting: int, running: int, usage: int) -> None:
         """Store the figures of the queues and of the KV cache, encoded."""
@@ -139,15 +131,15 @@ class StepTracker(native.Tracker):
         if steps is not self.steps:
             steps = self._meet(steps)
         words = steps.words
-        level = words[WORD_LEVEL]
+        level = words[layout.WORD_LEVEL]
         if level != self.level:
             self.follow_level(level)
         step_id = 0
         if level >= 2:
             self.last_id += 1
             step_id = shared_id or self.last_id
-            sample = words[WORD_SAMPLE]
-            if sample < SAMPLE_ALL and not in_sample(step_id, sample):
+            sample = words[layout.WORD_SAMPLE]
+            if sample < layout.SAMPLE_ALL and not in_sample(step_id, sample):
                 step_id = 0
         if not step_id and not (self._measures and level):
             self.schedule_start = 0  # the schedule belongs to a batch now
@@ -176,7 +168,7 @@ class StepTracker(native.Tracker):
                 layout.STEP_TOKENS: figure(tokens),
             }
         )
-        step.id, step.batch, step.child = step_id, batch, CHILD_RUN_BATCH
+        step.id, step.batch, step.child = step_id, batch, layout.CHILD_RUN_BATCH
         self.running = step
         if self.details:
             self._write_details(step, start)
@@ -239,7 +231,7 @@ class StepTracker(native.Tracker):
         self.running = None
         if not step.is_recorded:
             return
-        step.words[step.block + PROCESS_END] = now
+        step.words[step.block + layout.PROCESS_END] = now
         if step.events is None:
             self._write(step)
             return
@@ -295,7 +287,7 @@ class StepTracker(native.Tracker):
             {
                 layout.SCHEDULE_START: now,
                 layout.STEP_SIZE: figure(0),
-                PROCESS_END: now,
+                layout.PROCESS_END: now,
             }
         )
         step.store_queues(figure(waiting), figure(running), usage_figure(usage))

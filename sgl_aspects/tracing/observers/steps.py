@@ -19,13 +19,6 @@ from sgl_aspects.tracing.lifecycle.requests import Chunk, ScheduledRequest
 from sgl_aspects.tracing.lifecycle.steps import StepTracker, figure, usage_figure
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record import native
-from sgl_aspects.tracing.record.format import (
-    CHILD_PROCESS_RESULT,
-    CHILD_RUN_BATCH,
-    PROCESS_START,
-    RUN_END,
-    STEP_NUMBER,
-)
 from sgl_aspects.tracing.records import error_type
 
 # Disaggregated engines schedule in functions of their own.
@@ -114,25 +107,24 @@ class StepObserver(native.StepPath):
         return engine.reader(name) if is_path else source
 
     def observations(self) -> list[Observation]:
-        release = Observation("release_request", self._release_enter)
-        if native.compiled is not None:
-            call = native.WatchedCall
-            return [
-                Observation("receive_messages", self._receive_enter),
-                *(
-                    Observation(role, self.schedule_enter, self.schedule_exit, caller=call)
-                    for role in _SCHEDULES
-                ),
-                Observation("run_batch", self.run_enter, self.run_exit, caller=call),
-                Observation("process_batch_result", self.process_enter, self.process_exit, caller=call),
-                release,
-            ]
+        in_python = "" if native.compiled is not None else "_"
+        parts = {
+            "run_batch": "run",
+            "process_batch_result": "process",
+            **dict.fromkeys(_SCHEDULES, "schedule"),
+        }
         return [
             Observation("receive_messages", self._receive_enter),
-            *(Observation(role, self._schedule_enter, self._schedule_exit) for role in _SCHEDULES),
-            Observation("run_batch", self._run_enter, self._run_exit),
-            Observation("process_batch_result", self._process_enter, self._process_exit),
-            release,
+            Observation("release_request", self._release_enter),
+            *(
+                Observation(
+                    role,
+                    getattr(self, f"{in_python}{part}_enter"),
+                    getattr(self, f"{in_python}{part}_exit"),
+                    caller=native.WatchedCall,
+                )
+                for role, part in parts.items()
+            ),
         ]
 
     # -- scheduled ------------------------------------------------------------------------------------------
@@ -205,15 +197,15 @@ class StepObserver(native.StepPath):
         if step is None:
             return
         now = monotonic_ns()
-        step.words[step.block + RUN_END] = now
-        step.words[step.block + STEP_NUMBER] = figure(self._step_number(step.batch))
+        step.words[step.block + layout.RUN_END] = now
+        step.words[step.block + layout.STEP_NUMBER] = figure(self._step_number(step.batch))
         if error is None:
             self.tracker.launched(step, result)
             return
         problem = error_type(error)
         if step.prefill:
             self._requests.prefilled(step.prefill, problem)
-        self.tracker.fail(step, 1 << CHILD_RUN_BATCH, problem)
+        self.tracker.fail(step, 1 << layout.CHILD_RUN_BATCH, problem)
         self.tracker.end(step, now)
 
     def _meet_mode(self, mode: Any) -> None:
@@ -274,8 +266,8 @@ class StepObserver(native.StepPath):
         step = tracker.take(batch, self._result(args, kwargs))
         if step is None:
             return None
-        step.words[step.block + PROCESS_START] = now
-        step.child = CHILD_PROCESS_RESULT
+        step.words[step.block + layout.PROCESS_START] = now
+        step.child = layout.CHILD_PROCESS_RESULT
         tracker.running = step
         step.batch = batch
         step.result = self._processing(args, kwargs)
@@ -312,7 +304,7 @@ class StepObserver(native.StepPath):
             bridge_opentelemetry()  # OpenTelemetry may have been imported meanwhile
         step.store_queues(self.waiting, self.running, self.usage)
         if error is not None:
-            tracker.fail(step, 1 << CHILD_PROCESS_RESULT, error_type(error))
+            tracker.fail(step, 1 << layout.CHILD_PROCESS_RESULT, error_type(error))
         if self.measures:
             self.busy = scheduler
         tracker.end(step, now)
