@@ -45,7 +45,8 @@ def test_the_chart_has_no_faults() -> None:
 
 
 def test_the_engine_runs_below_the_package_that_the_init_container_brings() -> None:
-    pod = rendered("aspects.level=3", "aspects.sample=0.1")["Deployment"]["spec"]["template"]["spec"]
+    settings = ("aspects.level=3", "aspects.sample=0.1", "aspects.controlFrom=http://levels/rules.json")
+    pod = rendered(*settings)["Deployment"]["spec"]["template"]["spec"]
     (engine,), (brought,) = pod["containers"], pod["initContainers"]
     volumes = {volume["name"] for volume in pod["volumes"]}
     for container in (engine, brought):
@@ -56,9 +57,24 @@ def test_the_engine_runs_below_the_package_that_the_init_container_brings() -> N
     assert variables["PYTHONPATH"] == target
     assert variables["SGL_ASPECTS_TRACE"] == "3"
     assert variables["OTEL_TRACES_SAMPLER_ARG"] == "0.1"
+    assert variables["SGL_ASPECTS_CONTROL_FROM"] == "http://levels/rules.json"
     module = engine["command"].index("sgl_aspects")
     arguments = _parse(engine["command"][module + 1 :])
     assert arguments.command == ["--", "python3", "-m", "sglang.launch_server"]
+
+
+def test_the_lines_for_a_deployment_are_those_of_the_chart() -> None:
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    (block,) = re.findall(r"```yaml\n(spec:.*?)```", text, re.DOTALL)
+    of_page, of_chart = yaml.safe_load(block)["spec"], rendered()["Deployment"]["spec"]["template"]["spec"]
+    assert of_page["volumes"] == of_chart["volumes"]
+    (engine,), (charted,) = of_page["containers"], of_chart["containers"]
+    assert engine["command"] == charted["command"]
+    assert engine["volumeMounts"] == charted["volumeMounts"]
+    names = {variable["name"] for variable in charted["env"]}
+    assert {variable["name"] for variable in engine["env"]} <= names
+    (brought,) = of_page["initContainers"]
+    assert brought.items() <= of_chart["initContainers"][0].items()
 
 
 def test_an_instrumentation_of_the_operator_has_the_same_settings() -> None:
@@ -74,6 +90,7 @@ def test_an_instrumentation_of_the_operator_has_the_same_settings() -> None:
         ("aspects.level=9", "level"),
         ("aspects.endpoint=host:4318", "endpoint"),
         ("aspects.sample=1.5", "sample"),
+        ("aspects.controlFrom=rules.json", "controlFrom"),
     ],
 )
 def test_a_wrong_value_is_named(setting: str, named: str) -> None:
