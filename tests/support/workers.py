@@ -92,24 +92,6 @@ def woven_in_a_scheduler_process(results: Connection) -> None:
     results.send(woven)
 
 
-def own_a_traced_engine(ready: Connection, model: str, file: str) -> None:
-    """Trace an engine that generates endlessly, print its process ids, and wait to be killed."""
-    import time
-
-    from sgl_aspects.runtime.engine import Engine
-    from sgl_aspects.runtime.sampling_params import SamplingParams
-    from sgl_aspects.tracing import attach
-
-    session = attach(file=file)
-    engine = Engine(model_path=model, max_total_tokens=1024)
-    engine.generate("first", SamplingParams(max_new_tokens=4, ignore_eos=True))
-    handle = engine.submit("second", SamplingParams(max_new_tokens=900, ignore_eos=True))
-    chunks = iter(handle)  # kept: a loop that is left aborts its request
-    next(chunks)
-    ready.send((session.run_folder, session.collector_process_id, engine.scheduler_pid))
-    time.sleep(600)
-
-
 def own_an_engine(ready: Connection, folder: str, busy: bool, fork: bool) -> None:
     """Makes an engine and waits to be killed. Prints the process ids of the scheduler and of its fork (or 0).
 

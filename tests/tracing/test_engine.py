@@ -28,7 +28,7 @@ from tests.support import workers
 from tests.support.forked_schedulers import ForkedContext
 from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, spans_of
 from tests.support.phases import engine_receiver
-from tests.support.processes import is_running, wait_until, without_room
+from tests.support.processes import without_room
 from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama, make_tokenizer
 
@@ -334,11 +334,6 @@ def test_no_prompt_and_no_answer_is_recorded(run: Run) -> None:
     assert "xxxx" not in text
 
 
-def test_the_file_parses_back_into_what_the_receiver_got(run: Run) -> None:
-    parsed = [span for message in read_file(run.file) for span in spans_of(message)]
-    assert sorted(parsed, key=repr) == sorted(run.receiver.spans, key=repr)
-
-
 @pytest.mark.usefixtures("forked_scheduler")
 @pytest.mark.parametrize(
     ("level", "names"),
@@ -392,25 +387,6 @@ def test_a_scheduler_that_is_killed(model: Path) -> None:
     for spans in (running, waiting_spans):
         (root,) = spans[COMPLETION]
         assert all(root.start <= span.start <= span.end <= root.end for name in spans for span in spans[name])
-
-
-def test_an_owner_that_is_killed(model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "traces.jsonl"
-    ready, theirs = with_torch.Pipe()
-    owner = with_torch.Process(target=workers.own_a_traced_engine, args=(theirs, str(model), str(file)))
-    owner.start()
-    folder, collector, scheduler = ready.recv()
-    owner.kill()
-    owner.join()
-    wait_until(lambda: not is_running(collector) and not is_running(scheduler) and not os.path.exists(folder))
-    spans = [span for message in read_file(file) for span in spans_of(message)]
-    first, second = sorted((span for span in spans if span.kind == 2), key=lambda span: span.start)
-    assert not first.is_error
-    assert second.attributes["error.type"] == "unfinished"
-    for child in spans:
-        if child.parent_id == second.span_id:
-            assert second.start <= child.start <= child.end <= second.end
-    owner.close()
 
 
 def test_tracing_by_environment_alone(model: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -233,22 +234,28 @@ _RECORDS = st.one_of(
 )
 
 
+@contextmanager
+def between_spans_that_are_read(folder: Path) -> Iterator[RingRecorder]:
+    """What is written between some spans leaves them and the exporters as they are."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    recorder = RingRecorder(str(folder))
+    recorder.spans(PLAIN)(1000, 1000, 0, 1, 2, [1])
+    recorder.spans(TEXT)(1002, 1000, 0, 1, 2, ["text"])
+    yield recorder
+    recorder.spans(PLAIN)(1001, 1001, 0, 1, 2, [1])
+    recorder.close()
+    assert {1000, 1001} <= {span.context.span_id for span in export_all(folder) if span.context}
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(records=st.lists(_RECORDS, min_size=1, max_size=12))
 @example(records=[("process", {"0": {}})])
 def test_records_that_say_anything(tmp_path: Path, records: list[Any]) -> None:
     """Complete and with a checksum, but ids, times, names and values are of any kind: a broken writer."""
-    shutil.rmtree(tmp_path / "run", ignore_errors=True)
-    (tmp_path / "run").mkdir()
-    recorder = RingRecorder(str(tmp_path / "run"))
-    recorder.spans(PLAIN)(1000, 1000, 0, 1, 2, [1])
-    recorder.spans(TEXT)(1002, 1000, 0, 1, 2, ["text"])
-    for record in records:
-        recorder._put(record)
-    recorder.spans(PLAIN)(1001, 1001, 0, 1, 2, [1])
-    recorder.close()
-    spans = export_all(tmp_path / "run")
-    assert {1000, 1001} <= {span.context.span_id for span in spans if span.context}
+    with between_spans_that_are_read(tmp_path / "run") as recorder:
+        for record in records:
+            recorder._put(record)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -261,20 +268,13 @@ def test_records_that_say_anything(tmp_path: Path, records: list[Any]) -> None:
     )
 )
 def test_definitions_that_say_anything(tmp_path: Path, definitions: list[Any]) -> None:
-    shutil.rmtree(tmp_path / "run", ignore_errors=True)
-    (tmp_path / "run").mkdir()
-    recorder = RingRecorder(str(tmp_path / "run"))
-    recorder.spans(PLAIN)(1000, 1000, 0, 1, 2, [1])
-    file = recorder._open_file()
-    assert file is not None
-    for definition in definitions:
-        number = file.define(json.dumps(definition))
-        assert number is not None
-        recorder._put((number, 5, 5, 0, 1, 2, ("text", 1, 0.5), "", ()))
-    recorder.spans(PLAIN)(1001, 1001, 0, 1, 2, [1])
-    recorder.close()
-    spans = export_all(tmp_path / "run")
-    assert {1000, 1001} <= {span.context.span_id for span in spans if span.context}
+    with between_spans_that_are_read(tmp_path / "run") as recorder:
+        file = recorder._open_file()
+        assert file is not None
+        for definition in definitions:
+            number = file.define(json.dumps(definition))
+            assert number is not None
+            recorder._put((number, 5, 5, 0, 1, 2, ("text", 1, 0.5), "", ()))
 
 
 def test_a_part_without_end_is_given_up(tmp_path: Path) -> None:

@@ -29,6 +29,11 @@ from sgl_aspects.tracing.settings import TraceSettings
         ("OTEL_SDK_DISABLED", "perhaps", "true, false"),
         ("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "-1", "from 0 to 3600"),
         ("SGL_ASPECTS_TRACE_FILE", "/nowhere/at/all.json", "writable folder"),
+        *(("SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN", each, "from 0 up") for each in ("-1", "soon", "inf", "nan")),
+        ("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "perhaps", "span_only"),
+        ("SGL_ASPECTS_TRACE_REDACT", "module", "module:function"),
+        ("SGL_ASPECTS_TRACE_REDACT", ":function", "module:function"),
+        ("SGL_ASPECTS_TRACE_CONTENT_LENGTH", "0", "whole number"),
     ],
 )
 def test_a_wrong_value_names_the_choices(
@@ -39,6 +44,7 @@ def test_a_wrong_value_names_the_choices(
     with pytest.raises(ConfigError) as raised:
         TraceSettings.from_environment()
     assert choices in str(raised.value)
+    assert name in str(raised.value) or "endpoint" in str(raised.value)
     assert value.partition(",")[2] in str(raised.value)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import multiprocessing
 import os
 import resource
@@ -123,10 +122,12 @@ def test_where_shared_memory_is_full_the_run_is_elsewhere(
     assert Path(folder).parent == tmp_path / "temporary"
 
 
-def test_a_run_folder_that_vanishes_ends_the_recording(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", ["no/such", "file"])
+def test_a_run_folder_that_vanishes_or_is_none_ends_the_recording(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = RingRecorder(str(tmp_path / "no" / "such"))
+    (tmp_path / "file").touch()
+    recorder = RingRecorder(str(tmp_path / name))
     recorder.announce(PLAIN, 1, 1, 0, 1)
     recorder.spans(PLAIN)(1, 1, 0, 1, 2, [1])
     assert not recorder.open()
@@ -156,13 +157,6 @@ recorder.close()
     assert done.stdout == "7\n"
     assert len(done.stderr.splitlines()) == 1
     assert "Permission denied" in done.stderr
-
-
-def test_a_run_folder_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    recorder = RingRecorder(str(tmp_path / "file"))
-    recorder.spans(PLAIN)(1, 1, 0, 1, 2, [1])
-    assert not recorder.open()
 
 
 def test_attaching_without_a_writable_folder_is_an_error(
@@ -335,10 +329,3 @@ def test_a_run_of_more_processes_than_files_may_be_open(
     assert (ended, reader.writers, reader.damaged, reader.dropped) == (40, {}, 0, 0)
     assert len([*tmp_path.glob("*.ring")]) == (40 if keeps_all else 3)
     reader.close()
-
-
-def test_summaries_are_json() -> None:
-    with attach(exporters=["none"]) as session:
-        begin(session, "r1")()
-    assert session.summary is not None
-    assert json.loads(session.summary.to_json())["spans_recorded"] == 1

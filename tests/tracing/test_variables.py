@@ -22,6 +22,11 @@ from tests.support.tls_files import make_certificate
 SECRET = "sk-live-4711"
 
 
+@pytest.fixture(autouse=True)
+def _traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -52,7 +57,6 @@ SECRET = "sk-live-4711"
 def test_a_value_that_cannot_work_names_its_variable(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=name) as raised:
         attach_from_environment()
@@ -77,7 +81,6 @@ def test_a_value_that_cannot_work_names_its_variable(
 def test_an_endpoint_that_none_can_reach(
     monkeypatch: pytest.MonkeyPatch, endpoint: str, protocol: str, said: str, signal: str
 ) -> None:
-    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
     monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT", endpoint)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
     with pytest.raises(ConfigError, match=said) as raised:
@@ -89,7 +92,6 @@ def test_an_endpoint_that_none_can_reach(
     "endpoint", ["HTTP://localhost", " http://localhost:4318/ ", "https://[::1]:4318/otlp"]
 )
 def test_endpoints_that_are_right(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
-    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
     assert TraceSettings.from_environment().endpoint == endpoint.strip()
 
@@ -109,7 +111,6 @@ def test_endpoints_that_are_right(monkeypatch: pytest.MonkeyPatch, endpoint: str
 def test_invalid_headers_are_reported_without_their_values(
     monkeypatch: pytest.MonkeyPatch, headers: str, said: str, signal: str
 ) -> None:
-    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
     monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{signal}HEADERS", headers)
     with pytest.raises(ConfigError, match=said) as raised:
         TraceSettings.from_environment()
@@ -119,7 +120,6 @@ def test_invalid_headers_are_reported_without_their_values(
 
 @pytest.mark.parametrize("headers", ["", " a=b , c = d%2Ce ,", "authorization=Bearer x==", "a="])
 def test_headers_that_can(monkeypatch: pytest.MonkeyPatch, headers: str) -> None:
-    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", headers)
     TraceSettings.from_environment()
 
@@ -127,7 +127,6 @@ def test_headers_that_can(monkeypatch: pytest.MonkeyPatch, headers: str) -> None
 def test_a_key_needs_its_certificate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path, "one")
     _, other = make_certificate(tmp_path, "two")
-    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_CLIENT_KEY", key)
     with pytest.raises(ConfigError, match="set OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE"):
         TraceSettings.from_environment()
@@ -141,7 +140,6 @@ def test_a_key_needs_its_certificate(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_milliseconds_are_taken_for_seconds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "10000")
     TraceSettings.from_environment()
     (said,) = caplog.messages
@@ -152,7 +150,6 @@ def test_milliseconds_are_taken_for_seconds(
 
 
 def test_gzip_is_all_that_grpc_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "deflate")
     TraceSettings.from_environment()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
@@ -166,7 +163,6 @@ def test_gzip_is_all_that_grpc_has(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_turned_off_complains_of_nothing(
     monkeypatch: pytest.MonkeyPatch, values: dict[str, str]
 ) -> None:
-    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "0")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "nowhere")
     for name, value in values.items():
@@ -177,7 +173,6 @@ def test_what_is_turned_off_complains_of_nothing(
 
 
 def test_exporters_are_named_once_and_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "OTLP, console,otlp")
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "Console,console")
     settings = TraceSettings.from_environment()
@@ -186,7 +181,6 @@ def test_exporters_are_named_once_and_in_any_case(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGL_ASPECTS_TRACE", "on")
     for name in (
         "TRACES_EXPORTER",
         "METRICS_EXPORTER",
