@@ -109,6 +109,8 @@ ACCEPTED_AT = "sgl_aspects.speculation.accepted_at"
 GRAMMAR_KIND = "sgl_aspects.grammar.kind"
 #: The name of a LoRA adapter.
 ADAPTER = "sgl_aspects.adapter"
+#: Of a step: the LoRA adapters of its requests, added by the collector.
+ADAPTERS = "sgl_aspects.adapters"
 #: For prefill and decode on two servers.
 KV_TRANSFER_BYTES = "sgl_aspects.kv_transfer.bytes"
 

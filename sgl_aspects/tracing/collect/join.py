@@ -34,7 +34,7 @@ from sgl_aspects.tracing.records import (
     SpanEnd,
     SpanType,
 )
-from sgl_aspects.tracing.schema import ATTACHED_FLAG, BOOTSTRAP_ROOM, DETACHED_FLAG
+from sgl_aspects.tracing.schema import ADAPTERS, ATTACHED_FLAG, BOOTSTRAP_ROOM, DETACHED_FLAG
 from sgl_aspects.tracing.variables import SpanLimits
 
 _WAITING_RECORDS = 60_000
@@ -390,8 +390,10 @@ class Joiner:
         self.recorded += 1
         links: Sequence[RootContext] = ()
         if linked:  # the exported ones among the requests that a step served
-            found = map(self._roots.get, linked)
-            links = [each for each in found if each is not None and each.is_sampled]
+            found = [each for each in map(self._roots.get, linked) if each is not None]
+            links = [each for each in found if each.is_sampled]
+            if self._roots.has_adapters and (adapters := sorted({each.adapter for each in found} - {""})):
+                attributes = {**attributes, ADAPTERS: adapters}
         all_attributes, status, builder = None, UNSET, self._builder
         if error or attributes or builder.adds_attributes or root.room is not None:
             if error == UNFINISHED and not writer.was_detached:

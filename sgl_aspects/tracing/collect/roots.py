@@ -52,6 +52,8 @@ class Root(RootContext):
     has_ended: bool = False
     #: The bootstrap room of a request on two servers, an attribute of each of its spans.
     room: AttributeValue = None
+    #: The LoRA adapter of a request: what its caller asked for, if not the served model.
+    adapter: str = ""
 
     def was_under_way(self, time_ns: int, grace: float = 0.0) -> bool:
         """Return whether the request was open then, or had ended at most ``grace`` seconds before."""
@@ -108,6 +110,8 @@ class Roots:
         self._requests: dict[str, list[Root]] = {}
         self._ended: collections.deque[Root] = collections.deque()
         self.get = self._by_id.get
+        #: Whether any request had a LoRA adapter.
+        self.has_adapters = False
 
     def __contains__(self, span_id: int) -> bool:
         return span_id in self._by_id
@@ -127,8 +131,12 @@ class Roots:
             is_sampled=begin.sampled,
             begin=begin,
             group=group,
-            room=(begin if group is None or group.begin is None else group.begin).attributes.get(_ROOM),
         )
+        told = (begin if group is None or group.begin is None else group.begin).attributes
+        root.room = told.get(_ROOM)
+        asked, served = told.get(schema.REQUEST_MODEL), told.get(schema.RESPONSE_MODEL)
+        if asked != served and asked and served:
+            root.adapter, self.has_adapters = str(asked), True
         self.name(begin.span_id, root)
         self._requests.setdefault(begin.request_id, []).append(root)
         return root

@@ -98,6 +98,10 @@ def test_an_adapter_is_on_its_request_and_metrics(run: Run) -> None:
         assert root.attributes["gen_ai.response.model"] == "mini"
         waits = [wait.attributes["sgl_aspects.adapter"] for wait in run.spans(number, "wait_for_adapter")]
         assert waits == (["pirate"] if number == ADAPTED else [])
+        link = root.trace_id, root.span_id
+        steps = [step for step in run.receiver.named("scheduler.step") if link in step.links]
+        adapters = {str(step.attributes.get("sgl_aspects.adapters")) for step in steps}
+        assert adapters == ({"['pirate']"} if number == ADAPTED else {"None"})
     points = run.receiver.points("gen_ai.server.request.duration")
     assert {point.attributes["gen_ai.request.model"] for point in points} == {"mini", "pirate"}
 

@@ -150,6 +150,10 @@ def test_an_adapters_request_names_the_adapter_and_its_model(adapted: Run) -> No
         assert root.name == f"text_completion {name}"
         assert root.attributes["gen_ai.request.model"] == name == adapted.answers[number]["model"]
         assert root.attributes["gen_ai.response.model"] == "mini"
+    (adapted_root,) = adapted.roots(ADAPTED)
+    link = adapted_root.trace_id, adapted_root.span_id
+    steps = [step for step in adapted.receiver.named("scheduler.step") if link in step.links]
+    assert {str(step.attributes.get("sgl_aspects.adapters")) for step in steps} == {"['pirate']"}
     points = adapted.receiver.points("gen_ai.server.request.duration")
     assert {point.attributes["gen_ai.request.model"] for point in points} == {"mini", "pirate"}
 
