@@ -310,21 +310,16 @@ def test_a_request_that_is_kept_in_the_end_is_linked_to_from_then_on() -> None:
 
 
 def test_a_step_names_the_adapters_of_its_requests() -> None:
-    found: list[ReadableSpan] = []
-    joiner: Any = Joiner(Resource({}), readable_into(found))
-    caller, scheduler = Writer("1"), Writer("2")
-
-    def names() -> list[Any]:
-        return [(span.attributes or {}).get(schema.ADAPTERS) for span in found]
-
+    joiner = Joined()
     for number, model in enumerate(("mini", "sql", "chat", "sql"), 1):
         asked: dict[str, Any] = {schema.REQUEST_MODEL: model, schema.RESPONSE_MODEL: "mini"}
-        joiner.add(caller, RequestBegin(number, str(number), 5, *TraceContext(0xABC), "chat", asked))
-        joiner.add(scheduler, SpanEnd(STEP, 9 + number, 9 + number, 0, 10, 20, links=[*range(1, number + 1)]))
-    assert names() == [None, ["sql"], ["chat", "sql"], ["chat", "sql"]]
-    joiner.add(caller, RequestBegin(6, "6", 5, *TraceContext(0xABC, 3), "chat", {}))
-    joiner.add(scheduler, SpanEnd(STEP, 20, 20, 0, 10, 20, links=[1, 6]))
-    assert names()[-1] == ["chat"]  # one of several answers has its request's
+        joiner.of_caller(RequestBegin(number, str(number), 5, *TraceContext(0xABC), "chat", asked))
+        joiner.of_scheduler(SpanEnd(STEP, 9 + number, 9 + number, 0, 10, 20, links=[*range(1, number + 1)]))
+    # One of several answers has its request's.
+    joiner.of_caller(RequestBegin(6, "6", 5, *TraceContext(0xABC, 3), "chat", {}))
+    joiner.of_scheduler(SpanEnd(STEP, 20, 20, 0, 10, 20, links=[1, 6]))
+    found = [span.attributes.get(schema.ADAPTERS) for span in joiner.spans]
+    assert found == [None, ["sql"], ["chat", "sql"], ["chat", "sql"], ["chat"]]
 
 
 def test_steps_are_linked_to_requests_of_another_host(receiver: Receiver) -> None:
