@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sgl_aspects.errors import InvalidRequestError
-from sgl_aspects.packages import install_command
+from sgl_aspects.packages import hint
 from sgl_aspects.runtime.loader.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _library() -> Any:
         import llguidance
     except ImportError as error:
         raise InvalidRequestError(
-            f"json_schema needs the package llguidance: {install_command('llguidance')}"
+            f"json_schema needs the package llguidance: {hint('llguidance')}"
         ) from error
     return llguidance
 

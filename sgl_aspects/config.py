@@ -23,6 +23,7 @@ The file is named by ``SGL_ASPECTS_CONFIG``; `sgl-aspects run --config FILE` set
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ from typing import Any
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.weaving import HookType, Target
+from sgl_aspects.weaving import HookType, Target, why_not_importable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,10 +70,13 @@ class DeclaredHook:
         try:
             found: Any = importlib.import_module(module_name)
         except ImportError as error:
-            raise ConfigError(f"{self.where}: hook {self.hook!r}: {error}") from error
+            reason = why_not_importable(Target.parse(self.hook)) or error
+            raise ConfigError(f"{self.where}: hook {self.hook!r}: {reason}") from error
         for name in path.split("."):
             if not hasattr(found, name):
-                raise ConfigError(f"{self.where}: hook {self.hook!r}: {found!r} has no {name!r}")
+                close = ", ".join(difflib.get_close_matches(name, dir(found)))
+                hint = f"; close names: {close}" if close else ""
+                raise ConfigError(f"{self.where}: hook {self.hook!r}: {found!r} has no {name!r}{hint}")
             found = getattr(found, name)
         return found() if self.hook_type is HookType.OBSERVE and isinstance(found, type) else found
 

@@ -10,12 +10,22 @@ from collections.abc import Sequence
 
 _OWN = "sgl-aspects"
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([^]]*)\])?([^;]*)(?:;(.*))?")
+_EXTRA = re.compile('extra == "([^"]+)"')
 
 
 def install_command(*names: str) -> str:
     """Return the command that installs these distributions, in the versions that sgl-aspects requires."""
     versions = {name: version for name, _, version, _ in _requirements()}
     return shlex.join(["pip", "install", *(name + versions.get(name, "") for name in names)])
+
+
+def hint(*names: str) -> str:
+    """Return the same with the extras of sgl-aspects that these distributions are in."""
+    extras = {
+        name: extra[1] for name, *_, condition in _requirements() if (extra := _EXTRA.search(condition))
+    }
+    named = ", ".join(dict.fromkeys(extras[name] for name in names if name in extras))
+    return install_command(*names) + (f" (extras of {_OWN}: {named})" if named else "")
 
 
 def missing(*extras: str) -> list[str]:

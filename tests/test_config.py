@@ -93,7 +93,13 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_hook_that_is_not_there_is_named_with_its_place_in_the_file(tmp_path: Path) -> None:
     text = "[[hook]]\ntarget='a:b'\nhook='{}'\ntype='around'"
-    for hook, message in [("no_such_module:f", "No module named"), ("json:no_such_name", "'no_such_name'")]:
+    for hook, message in [
+        ("no_such_module:f", "no module no_such_module can be imported"),
+        ("jsn.tool:f", "no module jsn can be imported; close names: json$"),
+        ("json.decodr:f", "no module json.decodr can be imported; close names: decoder"),
+        ("json:no_such_name", "'no_such_name'"),
+        ("json:dump_s", "has no 'dump_s'; close names: dumps, dump"),
+    ]:
         (declared,) = config.read(written(tmp_path, text.format(hook))).hooks
         with pytest.raises(ConfigError, match=message) as caught:
             declared.load()

@@ -16,6 +16,13 @@ def test_the_command_has_the_versions_that_are_needed() -> None:
     assert packages.install_command("textual", "flag-gems") == "pip install 'textual>=1.0' flag-gems"
 
 
+def test_a_hint_names_the_extra_that_brings_the_same() -> None:
+    assert packages.hint("textual", "llguidance", "flag-gems").endswith(
+        "flag-gems (extras of sgl-aspects: view, json)"
+    )
+    assert packages.hint("flag-gems") == "pip install flag-gems"
+
+
 def test_what_is_missing_from_extras_is_known_without_the_checkout(tmp_path: Path) -> None:
     """``serve`` includes ``runtime`` and ``json``; nothing of them is on the path here, but for rich."""
     info = tmp_path / "sgl_aspects-1.0.dist-info"

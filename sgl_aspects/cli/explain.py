@@ -20,13 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from sgl_aspects.plugins import load_plugins
-    from sgl_aspects.weaving import explain
+    from sgl_aspects.weaving import Target, explain, why_not_importable
 
     load_plugins()
     if arguments.module:
         try:
             importlib.import_module(arguments.module)
         except (ImportError, TypeError) as error:  # TypeError: a relative name
-            raise ConfigError(f"--import {arguments.module}: {error}") from error
+            reason = why_not_importable(Target.parse(f"{arguments.module}:any")) or error
+            raise ConfigError(f"--import {arguments.module}: {reason}") from error
     print(explain(arguments.target))
     return 0

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name is None or error.name.split(".")[0] == "sgl_aspects":
             raise  # a bug
         missing = packages.missing("serve", "otlp", "view")
-        advice = f" The commands need: {packages.install_command(*missing)}" if missing else ""
+        advice = f" The commands need: {packages.hint(*missing)}" if missing else ""
         return _complain(f"the Python package {error.name!r} is not installed.{advice}")
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)

@@ -55,7 +55,7 @@ from typing import TYPE_CHECKING
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.packages import install_command
+from sgl_aspects.packages import hint
 from sgl_aspects.tracing.content import ContentCapture
 from sgl_aspects.tracing.sampling import (
     PARENT_DECIDES,
@@ -98,7 +98,7 @@ _PACKAGES = {
         "opentelemetry-exporter-otlp-proto-grpc",
         ("opentelemetry.exporter.otlp.proto.grpc", *_OTLP, "google.rpc", "grpc"),
     ),
-    "otlp-json-file": ("opentelemetry-exporter-otlp-proto-common", _OTLP),
+    "otlp-json-file": ("opentelemetry-exporter-otlp-proto-http", _OTLP),
     "prometheus": (
         "opentelemetry-exporter-prometheus",
         ("opentelemetry.exporter.prometheus", "prometheus_client"),
@@ -376,8 +376,7 @@ def _require(package: str, what: str) -> None:
     missing = [name for name in modules if not _is_installed(name)]
     if missing:
         raise ConfigError(
-            f"{what} needs packages that are not installed ({', '.join(missing)}): "
-            f"{install_command(distribution)}"
+            f"{what} needs packages that are not installed ({', '.join(missing)}): {hint(distribution)}"
         )
 
 

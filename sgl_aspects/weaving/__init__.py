@@ -49,6 +49,7 @@ from sgl_aspects.weaving.hooks import (
     argument_reader,
     current_source,
 )
+from sgl_aspects.weaving.modules import why_not_importable
 from sgl_aspects.weaving.rebinding import Stale
 from sgl_aspects.weaving.referrers import Pieces, in_pieces, unfrozen
 from sgl_aspects.weaving.targets import Target
@@ -83,5 +84,6 @@ __all__ = [
     "unfrozen",
     "weave",
     "weaver",
+    "why_not_importable",
     "woven",
 ]

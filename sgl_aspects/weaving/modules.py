@@ -205,10 +205,10 @@ def _fault_of(name: str, search_path: tuple[str, ...]) -> str:
             except Exception:  # noqa: BLE001  another package's finder may raise anything
                 return ""
             if spec is None:
-                modules = sorted({one.name for one in pkgutil.iter_modules(within)} - {"__main__"})
+                modules = {one.name for one in pkgutil.iter_modules(within)} - {"__main__"}
                 if within is None:
-                    modules += sorted(sys.stdlib_module_names)
-                close = ", ".join(similar(prefix.rpartition(".")[2], modules))
+                    modules |= sys.stdlib_module_names
+                close = ", ".join(similar(prefix.rpartition(".")[2], sorted(modules)))
                 return f"no module {prefix} can be imported" + (f"; close names: {close}" if close else "")
             within = spec.submodule_search_locations
         else:

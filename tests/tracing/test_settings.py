@@ -65,7 +65,9 @@ def test_a_missing_package_is_named_with_its_remedy(
         return None if name.startswith("opentelemetry.exporter") else real(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    with pytest.raises(ConfigError, match=r"pip install '?opentelemetry-exporter-otlp-proto-"):
+    with pytest.raises(
+        ConfigError, match=r"pip install '?opentelemetry-exporter-otlp-.*extras of sgl-aspects: otlp"
+    ):
         attach(exporters=[exporter], file=str(tmp_path / "traces.jsonl"))
     attach(exporters=["console"]).close()
 
