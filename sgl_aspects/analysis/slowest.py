@@ -12,6 +12,7 @@ from sgl_aspects.analysis.spans import Span
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.roots import Root
 from sgl_aspects.tracing.export.span import CollectedSpan
+from sgl_aspects.tracing.records import RequestBegin
 
 # Those that causes are read from, beside the requests.
 _READ = {
@@ -35,7 +36,7 @@ class SlowRequests:
     def __init__(self, seconds: float, most: int = _MOST) -> None:
         self._slow_ns, self._most = seconds * 1e9, most
         self._held: deque[Span] = deque()
-        self._requests: dict[str, Span] = {}  # by trace id
+        self._requests: dict[str, Span] = {}  # and their answers, by span id
         self._complete_since = 0
         self._pause_until = 0.0
 
@@ -43,11 +44,11 @@ class SlowRequests:
         """Replace those of slow requests in the list, each of which ended after its children."""
         slow: list[int] = []
         for index, span in enumerate(spans):
-            if span.kind is SpanKind.SERVER:
+            if span.kind is SpanKind.SERVER or schema.REQUEST_ID in (span.attributes or ()):
                 request = _read(span)
-                self._requests[request.trace_id] = request
+                self._requests[request.span_id] = request
                 is_slow = span.end_ns - span.start_ns >= self._slow_ns
-                if is_slow and span.start_ns >= self._complete_since:
+                if is_slow and request.is_server and span.start_ns >= self._complete_since:
                     slow.append(index)
             elif span.name in _READ:
                 self._hold(span)
@@ -58,17 +59,21 @@ class SlowRequests:
         since = min(spans[index].start_ns for index in slow)
         requests = [each for each in self._requests.values() if each.end_ns >= since]
         causes = Causes([*requests, *(span for span in self._held if span.end_ns >= since)])
-        ids = {each.span_id: str(each.attributes.get(schema.REQUEST_ID, "")) for each in requests}
+        ids = {one: str(each.attributes.get(schema.REQUEST_ID, "")) for one, each in causes.by_id.items()}
         for index in slow:
-            found = causes.explain(_read(spans[index]))
-            spans[index] = spans[index].with_attributes(_attributes_of(found, ids))
+            request = _read(spans[index])
+            if causes.has_steps(request):
+                found = _attributes_of(causes.explain(request), ids)
+                spans[index] = spans[index].with_attributes(found)
         self._pause_until = time.monotonic() + (time.monotonic() - began) * (1 / _SHARE - 1)
 
     def _hold(self, span: CollectedSpan) -> None:
         held = _read(span)
         self._held.append(held)
-        if held.trace_id not in self._requests and isinstance(span.root, Root) and span.root.begin:
-            self._requests[held.trace_id] = _under_way(span.root, held)
+        root = span.root if isinstance(span.root, Root) else None
+        while root is not None and root.begin and f"{root.span_id:016x}" not in self._requests:
+            self._requests[f"{root.span_id:016x}"] = _under_way(root, root.begin, held)
+            root = root.group
         if len(self._held) > self._most:
             self._complete_since = max(self._complete_since, self._held.popleft().end_ns)
         if len(self._requests) > self._most:
@@ -95,17 +100,14 @@ def _read(span: CollectedSpan) -> Span:
     )
 
 
-def _under_way(root: Root, child: Span) -> Span:
-    """Return a request whose end is not known yet."""
-    decider = root.group or root
-    assert decider.begin is not None
-    begin = decider.begin
+def _under_way(root: Root, begin: RequestBegin, child: Span) -> Span:
+    """Return a request, or one of its answers, whose end is not known yet."""
     return Span(
         name=begin.name,
         trace_id=child.trace_id,
-        span_id=f"{decider.span_id:016x}",
-        parent_id="",
-        is_server=True,
+        span_id=f"{root.span_id:016x}",
+        parent_id=f"{begin.parent_id:016x}",
+        is_server=root.group is None,
         start_ns=begin.start_ns,
         end_ns=1 << 63,
         attributes={schema.REQUEST_ID: begin.request_id, **begin.attributes},

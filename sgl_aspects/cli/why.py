@@ -38,7 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
     causes = Causes(found.spans)
     if not causes.requests:
         raise ConfigError(f"{found.source} holds no requests: has the engine served one since tracing began?")
-    _print(causes, causes.explain(_chosen(causes, arguments.request, found.source)))
+    request = _chosen(causes, arguments.request, found.source)
+    if not causes.has_steps(request):
+        raise ConfigError(
+            f"no steps were recorded (level 1) of request {_id(request)}, so its causes are not known: trace "
+            "at level 2 (`run --level 2`; `control --level 2` for a live run), and ask about a later request"
+        )
+    _print(causes, causes.explain(request))
     return 0
 
 
@@ -70,7 +76,6 @@ def _print(causes: Causes, explanation: Explanation) -> None:
     from sgl_aspects.view.text import duration, one_line
 
     request = explanation.request
-    by_id = {each.span_id: each for each in causes.requests}
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
     table.add_column("cause", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
@@ -78,7 +83,7 @@ def _print(causes: Causes, explanation: Explanation) -> None:
     table.add_column("because of", overflow="fold")
     for cause, seconds in explanation.ranked():
         shares = sorted(explanation.culprits.get(cause, {}).items(), key=lambda each: -each[1])
-        names = [f"{_id(by_id[span_id])} ({duration(own)})" for span_id, own in shares[:_NAMED]]
+        names = [f"{_id(causes.by_id[span_id])} ({duration(own)})" for span_id, own in shares[:_NAMED]]
         if len(shares) > _NAMED:
             names.append(f"{len(shares) - _NAMED} more")
         share = seconds / request.seconds if request.seconds else 0.0
@@ -87,6 +92,9 @@ def _print(causes: Causes, explanation: Explanation) -> None:
     console = Console(highlight=False)
     console.print(escape(one_line(f"{request.name} {_id(request)}: {duration(request.seconds)}", 200)))
     console.print(table)
+    if answers := causes.answers.get(request.span_id):
+        ids = ", ".join(_id(answer) for answer in sorted(answers, key=lambda answer: -answer.end_ns))
+        console.print(escape(one_line(f"Its answers, the last to end first: {ids}", 200)), soft_wrap=True)
     gaps = causes.gaps(request)
     usual = statistics.median(gap.seconds for gap in gaps) if gaps else 0.0
     stalls = sorted((gap for gap in gaps if gap.seconds > _STALL * usual), key=lambda gap: -gap.seconds)
@@ -102,7 +110,7 @@ def _print(causes: Causes, explanation: Explanation) -> None:
         at = duration((gap.start_ns - request.start_ns) / 1e9)
         step = gap.step.attributes.get(schema.STEP_ID)
         text = f"{duration(gap.seconds)} after {at}, step {step}: {cause.value}"
-        text += "".join(f" ({_id(by_id[span_id])})" for span_id, _ in guilty)
+        text += "".join(f" ({_id(causes.by_id[span_id])})" for span_id, _ in guilty)
         console.print(escape(one_line(text, 200)), soft_wrap=True)
 
 

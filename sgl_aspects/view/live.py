@@ -333,14 +333,14 @@ class LiveRun:
 
 def causes_of(folder: Path, request_id: str) -> list[tuple[str, float, list[str]]]:
     """Return a request's causes from the run's rings, the longest first: each with seconds, and the ids of
-    the requests that delayed it. Empty if the rings no longer hold the request.
+    the requests that delayed it. Empty if the rings do not hold the request and its steps.
     """
     causes = Causes(load_run(str(folder)).spans)
-    found = [each for each in causes.requests if each.attributes.get(schema.REQUEST_ID) == request_id]
-    if not found:
+    found = [each for each in causes.by_id.values() if each.attributes.get(schema.REQUEST_ID) == request_id]
+    if not found or not causes.has_steps(found[-1]):
         return []
     explained = causes.explain(found[-1])
-    ids = {each.span_id: str(each.attributes.get(schema.REQUEST_ID, "")) for each in causes.requests}
+    ids = {each.span_id: str(each.attributes.get(schema.REQUEST_ID, "")) for each in causes.by_id.values()}
     rows = []
     for cause, seconds in explained.ranked():
         shares = explained.culprits.get(cause, {})

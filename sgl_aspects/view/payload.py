@@ -111,19 +111,23 @@ def _causes(
 ) -> dict[int, list[tuple[str, int, list[tuple[int, int]]]]]:
     """Return what the slowest requests' time was spent on, and the requests that had most part in it."""
     causes = Causes(spans)
+    # The request of an answer is shown.
+    shown = {one: index_of[one if each.is_server else each.parent_id] for one, each in causes.by_id.items()}
     found: dict[int, list[tuple[str, int, list[tuple[int, int]]]]] = {}
     for index in sorted(requests, key=lambda index: -spans[index].seconds)[:_EXPLAINED]:
+        if not causes.has_steps(spans[index]):
+            continue
         explanation = causes.explain(spans[index])
         found[index] = [
             (
                 cause.value,
                 round(seconds * 1e9),
                 [
-                    (index_of[span_id], round(own * 1e9))
+                    (shown[span_id], round(own * 1e9))
                     for span_id, own in sorted(
                         explanation.culprits.get(cause, {}).items(), key=lambda each: -each[1]
                     )[:_CULPRITS]
-                    if span_id in index_of
+                    if span_id in shown
                 ],
             )
             for cause, seconds in explanation.ranked()

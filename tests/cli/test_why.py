@@ -49,3 +49,13 @@ def test_a_file_without_requests(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "empty.jsonl").touch()
     assert main(["why", "slowest", str(tmp_path / "empty.jsonl")]) == 2
     assert "holds no requests" in capsys.readouterr().err
+
+
+def test_without_steps_no_cause_is_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = SimulatedRun(3)
+    run.spans = [each for each in run.spans if each[1]["name"] != "scheduler.step"]
+    assert main(["why", "request-1", str(run.write(tmp_path / "level 1.jsonl"))]) == 2
+    told = capsys.readouterr()
+    assert "no steps were recorded (level 1) of request request-1" in told.err
+    assert "trace at level 2" in told.err
+    assert told.out == ""

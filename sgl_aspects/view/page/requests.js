@@ -87,9 +87,10 @@ function verdict(request) {
         `${duration(request.toFirst)}, with ${duration(request.phases.queue)} in the queue and `,
         `${duration(request.phases.prefill + request.phases.between)} for the prefill. Its duration is usual.`,
       ];
+    const [cause, time] = run.causes[request.index]?.[0] ?? [labelOf(main), request.phases[main]];
     return [
-      `Nothing stands out: ${times(total / Math.max(run.typical.duration, 1))} the median duration, `,
-      `${percent(request.phases[main] / Math.max(total, 1))} of it in ${labelOf(main)}.`,
+      `${times(total / Math.max(run.typical.duration, 1))} the median duration, `,
+      `${percent(time / Math.max(total, 1))} of it: ${cause}.`,
     ];
   }
   const parts = [

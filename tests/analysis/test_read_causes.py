@@ -1,0 +1,138 @@
+"""Causes read from made-up spans: what is known at which level, of which answer, and who held the room."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from sgl_aspects.analysis.causes import Cause, Causes
+from sgl_aspects.analysis.spans import Span
+from sgl_aspects.tracing import schema
+
+MS = 1_000_000
+SCHEDULER, WORKER = 2, 3
+_ids = itertools.count(1)
+
+
+def span(name: str, start: float, end: float, parent: str = "", trace: str = "t", **more: Any) -> Span:
+    """Times in milliseconds; ``more``: fields, and the attributes of its dict."""
+    attributes, links = more.pop("attributes", {}), tuple(more.pop("links", ()))
+    more = {"process_id": SCHEDULER, "is_server": False, **more}
+    span_id = more.pop("span_id", "") or f"{next(_ids):016x}"
+    more |= {"start_ns": int(start * MS), "end_ns": int(end * MS)}
+    return Span(name, trace, span_id, parent, attributes=attributes, links=links, **more)
+
+
+def request(
+    rid: str, start: float, end: float, prompt: int = 8, output: int = 4, parent: str = "", **more: Any
+) -> Span:
+    attributes = {schema.REQUEST_ID: rid, **more.pop("attributes", {})}
+    if not parent:
+        attributes |= {schema.INPUT_TOKENS: prompt, schema.OUTPUT_TOKENS: output}
+    fields = {"span_id": rid, "trace": f"trace of {rid}", "is_server": not parent, "process_id": 1, **more}
+    return span("chat m", start, end, parent, attributes=attributes, **fields)
+
+
+def step(start: float, end: float, of: Sequence[str], mode: str = "decode", usage: float = 0.0) -> Span:
+    attributes = {schema.MODE: mode, schema.BATCH_SIZE: len(of), schema.KV_USAGE: usage}
+    return span("scheduler.step", start, end, trace=f"step {start}", links=of, attributes=attributes)
+
+
+def phases(rid: str, *times: float) -> list[Span]:
+    """Queue, prefill and decode between these four times."""
+    names = ("queue", "prefill", "decode")
+    tokens = {schema.PREFILL_TOKENS: 8}
+    return [
+        span(name, start, end, rid, trace=f"trace of {rid}", attributes=tokens if name == "prefill" else {})
+        for name, (start, end) in zip(names, itertools.pairwise(times))
+    ]
+
+
+def several() -> list[Span]:
+    """One request for two answers; the second is computed long after the first."""
+    below: dict[str, Any] = {"parent": "whole", "trace": "trace of whole"}
+    return [
+        request("whole", 0, 1000),
+        request("a", 10, 200, **below),
+        request("b", 10, 990, **below),
+        *phases("a", 10, 20, 100, 200),
+        *phases("b", 10, 600, 700, 980),
+        step(20, 100, ["a"], "extend"),
+        *(step(start, start + 100, ["a"]) for start in (100, 200, 300, 400, 500)),
+        step(600, 700, ["b"], "extend"),
+        *(step(start, start + 140, ["b"]) for start in (700, 840)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["493b5", "'493b5'", '"493b5"', "493b…", "493", "cmpl-493b5", "'chatcmpl-493b…'", "trace of 493b5"],
+)
+def test_a_request_is_found_by_its_id_as_clients_and_top_show_it(text: str) -> None:
+    requests = [request("493b5", 0, 1), request("4a", 0, 1)]
+    assert [found.span_id for found in Causes(requests).find(text)] == ["493b5"]
+
+
+def test_an_engine_s_own_id_begins_with_the_client_s() -> None:
+    named = {schema.RESPONSE_ID: "cmpl-7f"}
+    requests = [request("cmpl-7f-0-9d21a3c4", 0, 1, attributes=named), request("cmpl-80-0-1", 0, 1)]
+    for text in ("cmpl-7f", "cmpl-7f-0-9d21a3c4", "cmpl-7f-0"):
+        assert [found.span_id for found in Causes(requests).find(text)] == ["cmpl-7f-0-9d21a3c4"]
+    assert len(Causes(requests).find("cmpl-")) == 2
+
+
+def test_without_steps_nothing_is_known() -> None:
+    known, level_1 = request("known", 0, 200), request("level 1", 0, 90)
+    spans = [known, *phases("known", 100, 110, 150, 200), step(110, 150, ["known"], "extend")]
+    causes = Causes([*spans, level_1, *phases("level 1", 0, 20, 60, 90)])
+    assert causes.has_steps(known)
+    assert not causes.has_steps(level_1)
+    assert not Causes([level_1]).has_steps(level_1)
+
+
+def test_each_answer_of_a_request_has_causes_of_its_own() -> None:
+    causes = Causes(several())
+    assert [found.span_id for found in causes.find("b")] == ["b"]
+    for rid, decode, queued in (("a", 100, 0), ("b", 280, 580), ("whole", 280, 580)):
+        found = causes.explain(causes.by_id[rid])
+        assert sum(found.seconds.values()) == pytest.approx(found.request.seconds)
+        assert found.seconds[Cause.DECODE] == pytest.approx(decode / 1000)
+        in_queue = sum(time for cause, time in found.seconds.items() if cause.name.startswith("QUEUED"))
+        assert in_queue == pytest.approx(queued / 1000, abs=0.02)
+    assert [gap.seconds for gap in causes.gaps(causes.by_id["b"])] == [0.14, 0.14]
+
+
+def test_a_request_has_the_device_time_of_its_answers() -> None:
+    spans = several()
+    steps = sum(each.seconds for each in spans if each.name == "scheduler.step")
+    assert Causes(spans).device_seconds() == {"whole": pytest.approx(steps)}
+
+
+def test_who_holds_the_kv_room_is_named() -> None:
+    """Each by the tokens that it holds; and who runs, where it is the batch that is full."""
+    running = [step(start, start + 100, ["small", "large"], usage=0.9) for start in range(0, 1000, 100)]
+    others = [request("small", 0, 1000, 100, 5), request("large", 0, 1000, 600, 5)]
+    for prompt, cause in ((400, Cause.QUEUED_KV_ROOM), (8, Cause.QUEUED_BATCH_FULL)):
+        waiting = [request("w", 0, 1200, prompt), *phases("w", 0, 1000, 1100, 1150)]
+        after = step(1000, 1100, ["w"], "extend")
+        causes = Causes([*others, *running, *waiting, after])
+        found = causes.explain(causes.by_id["w"])
+        assert found.ranked()[0][0] is cause
+        shares = found.culprits[cause]
+        assert set(shares) == {"small", "large"}
+        if cause is Cause.QUEUED_KV_ROOM:
+            assert shares["large"] == pytest.approx(shares["small"] * 605 / 105)
+
+
+def test_forward_passes_count_by_the_process_in_which_they_ran() -> None:
+    """Two of one process add up, two processes work at once; another one's graphs tell nothing of them."""
+    timed = {schema.MODE: "decode", schema.DEVICE_TIME: 0.01, schema.GRAPH: "replayed"}
+    untimed = {schema.MODE: "decode", schema.GRAPH: "replayed"}
+    spans = [request("r", 0, 400), *phases("r", 0, 10, 100, 400), step(100, 400, ["r"])]
+    trace = "step 100"
+    passes = [span("forward", 100, 180, trace=trace, attributes=untimed, process_id=WORKER) for _ in range(2)]
+    elsewhere = span("forward", 100, 110, trace=trace, attributes=timed, process_id=WORKER + 1)
+    assert Causes([*spans, *passes, elsewhere]).device_seconds()["r"] == pytest.approx(0.16)
