@@ -110,7 +110,7 @@ def how_to_start(folder: str | Path) -> str:
     """Return the command that starts a collector again, and the variables that it needs."""
     # From / since Python imports from the current folder first, in which others may have put files.
     command = f"start it again with cd / && {sys.executable} -m sgl_aspects.collector {folder}"
-    unsaved = unsaved_settings(str(folder))
+    unsaved = [name for name, value in collector_settings(str(folder)).items() if value is None]
     return f"set {', '.join(unsaved)}, which are not saved, and {command}" if unsaved else command
 
 
@@ -132,18 +132,11 @@ def keep_collector_settings(folder: str, environment: Mapping[str, str]) -> None
     write_private(Path(folder, _SETTINGS), json.dumps(kept).encode())
 
 
-def collector_settings(folder: str) -> dict[str, str]:
-    """Return the saved variables; empty once the collector has ended in order."""
-    return {name: value for name, value in _saved(folder).items() if value is not None}
+def collector_settings(folder: str) -> dict[str, str | None]:
+    """Return the saved variables, with None for a value that may be a secret; none once it ended in order.
 
-
-def unsaved_settings(folder: str) -> list[str]:
-    """Return the names of the collector's variables that may be secrets, so that no value is saved."""
-    return [name for name, value in _saved(folder).items() if value is None]
-
-
-def _saved(folder: str) -> dict[str, str | None]:
-    """Return what this user saved: another user's settings would be followed with this one's rights."""
+    Only what this user saved: another user's settings would be followed with this one's rights.
+    """
     try:
         with open(Path(folder, _SETTINGS), "rb", opener=unfollowed) as file:
             is_own = os.fstat(file.fileno()).st_uid == os.geteuid()

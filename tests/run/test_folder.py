@@ -73,7 +73,10 @@ def test_a_collector_that_is_started_again_gets_its_variables_but_no_secret(tmp_
         "PATH": "/bin",
     }
     keep_collector_settings(str(tmp_path), given)
-    assert collector_settings(str(tmp_path)) == {"SGL_ASPECTS_CONTROL_FROM": "/etc/levels.json"}
+    assert collector_settings(str(tmp_path)) == {
+        "SGL_ASPECTS_CONTROL_FROM": "/etc/levels.json",
+        "OTEL_EXPORTER_OTLP_HEADERS": None,
+    }
     said = how_to_start(tmp_path)
     assert said.startswith(
         "set OTEL_EXPORTER_OTLP_HEADERS, which are not saved, and start it again with cd / && "

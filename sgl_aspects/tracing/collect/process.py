@@ -28,12 +28,7 @@ from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run import fleet
 from sgl_aspects.run.cleaning import clean_up
-from sgl_aspects.run.collector import (
-    collector_settings,
-    forget_collector_settings,
-    take_run,
-    unsaved_settings,
-)
+from sgl_aspects.run.collector import collector_settings, forget_collector_settings, take_run
 from sgl_aspects.run.folder import remove_run_folder, seal_run, woven_ns
 from sgl_aspects.tracing.collect.join import Joiner
 from sgl_aspects.tracing.collect.reader import RingReader
@@ -351,9 +346,11 @@ def main(arguments: Sequence[str], explainer: Explainer | None = None) -> int:
     folder = arguments[0]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is a collector
-    for name, value in collector_settings(folder).items():
-        os.environ.setdefault(name, value)
-    if missing := [name for name in unsaved_settings(folder) if name not in os.environ]:
+    saved = collector_settings(folder)
+    for name, value in saved.items():
+        if value is not None:
+            os.environ.setdefault(name, value)
+    if missing := [name for name in saved if name not in os.environ]:
         report_line(f"not set, and not saved as it may be a secret: {', '.join(missing)}")
     normalise(os.environ)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # logged at every attempt; the errors report it too

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import resource
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,6 @@ from sgl_aspects.tracing.records import Record
 if TYPE_CHECKING:
     from sgl_aspects.tracing.export.pipelines import Pipeline
 
-_TICKS_NS = 100_000_000
 # Cap on open rings of ended processes: each takes up memory and a file descriptor.
 _STAYING = 64
 # Files that other code in this process may have open.
@@ -31,7 +30,7 @@ class RunReader:
     def __init__(self, folder: str, *, keeps_all: bool = False) -> None:
         self._folder = Path(folder)
         self._keeps_all = keeps_all
-        self._known: set[Path] = set()
+        self._known: set[str] = set()
         self._gone: deque[RingReader] = deque()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = 1 << 20 if limit == resource.RLIM_INFINITY else max(2, limit - _OTHERS)
@@ -40,7 +39,6 @@ class RunReader:
         self.has_more = self._is_full = False
         #: Whether the run was closed.
         self.is_closing = False
-        self._changed = self._looked = 0
 
     @property
     def damaged(self) -> int:
@@ -116,31 +114,26 @@ class RunReader:
     def find(self) -> list[RingReader]:
         """Scan the folder for new rings and open them."""
         found: list[RingReader] = []
-        # A folder's mtime is as coarse as the kernel's ticks: scan again after a change just now.
         try:
-            changed, now = self._folder.stat().st_mtime_ns, time.time_ns()
+            names = set(os.listdir(self._folder))
         except FileNotFoundError:
             return found
-        if changed == self._changed and self._looked - changed > _TICKS_NS:
-            return found
-        self._changed, self._looked, self._is_full = changed, now, False
-        self.is_closing = self._folder.joinpath(CLOSING).exists()
-        for path in sorted(self._folder.glob("*" + layout.SUFFIX)):
-            if path in self._known:
-                continue
+        self.is_closing, self._is_full = CLOSING in names, False
+        for name in sorted(name for name in names - self._known if name.endswith(layout.SUFFIX)):
             if len(self._open()) >= self._most:
-                self._is_full, self._changed = True, 0  # the rest once some of these have ended
+                self._is_full = True  # the rest once some of these have ended
                 break
-            self._known.add(path)
+            self._known.add(name)
             try:
-                reader = RingReader(path)
+                reader = RingReader(self._folder / name)
             except (DamagedError, OSError):
                 self._damaged += 1
             else:
                 self.writers[reader.name] = reader
                 found.append(reader)
-        # The process that gets the requests starts before its scheduler, whose records then need not wait.
-        self.writers = dict(sorted(self.writers.items(), key=lambda item: item[1].started_ns))
+        if found:
+            # First the process that gets the requests: its scheduler's records need not wait then.
+            self.writers = dict(sorted(self.writers.items(), key=lambda item: item[1].started_ns))
         return found
 
 
