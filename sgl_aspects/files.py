@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import stat
 import tempfile
@@ -84,10 +85,21 @@ class OwnDescriptor:
     def is_open(self) -> bool:
         return self._file is not None and _file_of(self.number) == self._file
 
-    def close(self) -> None:
+    def close(self, mapping: mmap.mmap | None = None) -> None:
+        """Close it, and first ``mapping``, which has a copy of it.
+
+        Where the process has closed both, the mapping is kept: it would close what has its number now.
+        """
         if self.is_open():
+            if mapping is not None:
+                mapping.close()
             self._file = None
             os.close(self.number)
+        elif mapping is not None:
+            _kept.append(mapping)
+
+
+_kept: list[mmap.mmap] = []
 
 
 def _file_of(number: int) -> tuple[int, int] | None:

@@ -109,15 +109,7 @@ class RunHold:
         self._descriptor = OwnDescriptor(descriptor)
 
     def close(self) -> None:
-        if not self._descriptor.is_open():
-            _kept.append(self)  # the mapping's descriptor is gone, too: do not close what has its number now
-            return
-        if self._mapping is not None:
-            self._mapping.close()
-        self._descriptor.close()
-
-
-_kept: list[RunHold] = []
+        self._descriptor.close(self._mapping)
 
 
 def hold_run(folder: str) -> RunHold | None:

@@ -21,8 +21,6 @@ _LENGTH = struct.Struct("<I")
 # A ring takes at most 1 / _SHARE of the free bytes.
 _SHARE = 32
 
-_kept: list[mmap.mmap] = []
-
 
 class RingFile:
     """The file of one process. ``words`` are the header's 64-bit numbers, ``memory`` is the whole file.
@@ -96,26 +94,16 @@ class RingFile:
     def end(self, reason: int = layout.CLOSED) -> None:
         """Close the file. The mapping lives on for a thread that is just writing to it."""
         self.words[layout.WORD_CLOSED] = reason
-        if not self._is_lost():
+        if self._descriptor.is_open():
             _lock(self._descriptor.number, fcntl.F_UNLCK)  # the mapping has a copy of the descriptor
             self._descriptor.close()
+        else:
+            self._descriptor.close(self.memory)
 
     def close(self) -> None:
         """Release the copy in a forked child, without marking the file closed."""
-        if not self._is_lost():
-            self.words.release()
-            self.memory.close()
-            self._descriptor.close()
-
-    def _is_lost(self) -> bool:
-        """Return whether the process has closed the descriptor, and with it the mapping's copy.
-
-        The mapping is then kept: with it Python would close what has the copy's number now.
-        """
-        is_lost = not self._descriptor.is_open()
-        if is_lost:
-            _kept.append(self.memory)
-        return is_lost
+        self.words.release()
+        self._descriptor.close(self.memory)
 
 
 def _lock(descriptor: int, kind: int = fcntl.F_WRLCK) -> None:
