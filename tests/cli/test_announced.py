@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import free_port, without_room
-
-
-def traced(
-    folder: Path, *command: str, options: tuple[str, ...], **environment: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sgl_aspects", "run", *options, "--", *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-        env={**os.environ, **environment},
-    )
+from tests.support.processes import command, free_port, without_room
 
 
 def test_what_is_traced_and_where_it_goes_is_said_once(tmp_path: Path) -> None:
-    program = (sys.executable, "-c", "")
-    done = traced(tmp_path, *program, options=("--level", "2", "--file", "spans.jsonl"))
-    file = tmp_path / "spans.jsonl"
+    program, file = ("--", sys.executable, "-c", ""), tmp_path / "spans.jsonl"
+    done = command("run", "--level", "2", "--file", "spans.jsonl", *program, cwd=tmp_path)
     said = without_room(done.stderr)
     assert said == f"sgl-aspects: tracing requests + scheduler (--level 2) to {file}\n"
-    assert traced(tmp_path, *program, options=("--level", "0")).stderr == ""
+    assert command("run", "--level", "0", *program).stderr == ""
 
 
-def test_a_backend_that_is_not_there_is_two_lines_and_no_wait(tmp_path: Path) -> None:
-    endpoint = f"http://localhost:{free_port()}"
-    options, waits = ("--endpoint", endpoint), "600"  # longer than this test
-    done = traced(tmp_path, sys.executable, "-c", "", options=options, ASPECTS_TRACE_FLUSH_SECONDS=waits)
+def test_a_backend_that_is_not_there_is_two_lines_and_no_wait() -> None:
+    endpoint, waits = f"http://localhost:{free_port()}", "600"  # longer than this test
+    program = ("--", sys.executable, "-c", "")
+    done = command("run", "--endpoint", endpoint, *program, ASPECTS_TRACE_FLUSH_SECONDS=waits)
     assert without_room(done.stderr).splitlines() == [
         f"sgl-aspects: tracing requests (--level 1) to {endpoint} (nothing listens there yet)",
         f"sgl-aspects collector: nothing listens at {endpoint}: start a backend there, or choose --file FILE",
@@ -49,8 +33,8 @@ def test_a_function_of_the_program_s_own_file_is_said_to_be_out_of_reach(tmp_pat
     declared = '[[hook]]\nhook = "json:dumps"\ntype = "before"\n' if kind == "hook" else "[[trace]]\n"
     (tmp_path / "aspects.toml").write_text(f'{declared}target = "__main__:f"\n')
     (tmp_path / "program.py").write_text("def f(): pass\nf()\n")
-    options = ("--file", "spans.jsonl", "--config", "aspects.toml")
-    done = traced(tmp_path, sys.executable, "program.py", options=options)
+    program = ("--config", "aspects.toml", "--", sys.executable, "program.py")
+    done = command("run", "--file", "spans.jsonl", *program, cwd=tmp_path)
     assert done.returncode == 0
     assert "__main__:f is not woven" in done.stderr
     assert "move the function to a module that it imports" in done.stderr

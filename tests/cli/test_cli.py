@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import shlex
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -21,13 +20,7 @@ from sgl_aspects.cli.arguments import positive_integer
 from sgl_aspects.cli.main import COMMANDS, Command, main
 from sgl_aspects.errors import AspectsError
 from sgl_aspects.platforms import set_current_platform
-
-
-def command_line(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key != "SGLANG_PLATFORM"} | environment
-    return subprocess.run(
-        [sys.executable, "-m", "sgl_aspects", *words], env=env, capture_output=True, text=True, timeout=120
-    )
+from tests.support.processes import command, finished, output_of, python
 
 
 @pytest.fixture
@@ -41,12 +34,21 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
+def raising(stand_in: types.ModuleType, error: BaseException) -> int:
+    """Return the status of the fake subcommand, whose ``run`` raises this error."""
+
+    def run(_arguments: argparse.Namespace) -> int:
+        raise error
+
+    stand_in.__dict__["run"] = run
+    return main(["stand-in"])
+
+
 def test_every_command_of_the_table_is_listed() -> None:
-    done = command_line("--help")
-    assert done.returncode == 0
-    for command in COMMANDS:
-        assert command.name in done.stdout
-        assert command.help in " ".join(done.stdout.split())
+    printed = output_of(command("--help"))
+    for one in COMMANDS:
+        assert one.name in printed
+        assert one.help in " ".join(printed.split())
 
 
 def test_help_and_version_load_neither_torch_nor_opentelemetry() -> None:
@@ -56,14 +58,11 @@ from sgl_aspects.cli.main import main
 assert main(["version"]) == 0
 assert not {"torch", "opentelemetry.sdk", "rich"} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert command_line("--version").stdout in done.stdout
-    assert done.stdout.startswith(f"sgl-aspects {sgl_aspects.__version__}\npython 3.")
-    assert (
-        "\ncompiled step path: in use\n" in done.stdout or "\ncompiled step path: not in use: " in done.stdout
-    )
-    assert "\ntorch 2." in done.stdout
+    printed = output_of(python("-c", code))
+    assert command("--version").stdout in printed
+    assert printed.startswith(f"sgl-aspects {sgl_aspects.__version__}\npython 3.")
+    assert re.search("\ncompiled step path: (in use\n|not in use: )", printed)
+    assert "\ntorch 2." in printed
 
 
 def test_no_command_and_an_unknown_one_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,31 +93,13 @@ def test_near_commands_and_options_are_offered(
     assert capsys.readouterr().err.splitlines()[-1].endswith(message)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["run", "--level", "9", "--", "true"], "--level '9': choose one of off, "),
-        (["run", "--file", "/nowhere/x", "--", "true"], "--file '/nowhere/x': name a file in"),
-        (["serve", "--model", "nowhere"], "no model at nowhere: it does not exist. --model is a local"),
-        (["serve", "--model", "x", "--max-total-tokens", "-3"], "--max-total-tokens -3: write a whole"),
-        (["report", "nowhere"], "nowhere: No such file or directory. Name an OTLP-JSON file"),
-    ],
-)
-def test_errors_name_what_was_typed(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_shell_completes_commands_and_their_options(tmp_path: Path) -> None:
     script = (
         f'eval "$({shlex.quote(sys.executable)} -m sgl_aspects completion bash)"; '
         "answer() { COMP_WORDS=(sgl-aspects $1 $2) COMP_CWORD=$#; _sgl_aspects; echo ${COMPREPLY[@]}; }; "
         "answer rep; answer why --; answer ctl --sa"
     )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    commands, none, options = done.stdout.splitlines()
+    commands, none, options = output_of(finished("bash", "-c", script)).splitlines()
     assert (commands, options) == ("report", "--sample")
     assert "--help" in none
 
@@ -131,21 +112,13 @@ def test_the_status_of_a_command_is_the_programs(stand_in: types.ModuleType) -> 
 def test_our_errors_are_one_line_and_status_2(
     stand_in: types.ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(_arguments: argparse.Namespace) -> int:
-        raise AspectsError("first line\n   second line")
-
-    stand_in.__dict__["run"] = run
-    assert main(["stand-in"]) == 2
+    assert raising(stand_in, AspectsError("first line\n   second line")) == 2
     assert capsys.readouterr().err == "sgl-aspects: error: first line second line\n"
 
 
 def test_a_fault_of_ours_keeps_its_traceback(stand_in: types.ModuleType) -> None:
-    def run(_arguments: argparse.Namespace) -> int:
-        raise ZeroDivisionError
-
-    stand_in.__dict__["run"] = run
     with pytest.raises(ZeroDivisionError):
-        main(["stand-in"])
+        raising(stand_in, ZeroDivisionError())
 
 
 LONG = "a" * 300
@@ -154,6 +127,10 @@ LONG = "a" * 300
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("run", "--level", "9", "--", "true"), "--level '9': choose one of off, "),
+        (("run", "--file", "/nowhere/x", "--", "true"), "--file '/nowhere/x': name a file in"),
+        (("serve", "--model", "x", "--max-total-tokens", "-3"), "--max-total-tokens -3: write a whole"),
+        (("report", "nowhere"), "nowhere: No such file or directory. Name an OTLP-JSON file"),
         (("report", LONG), "File name too long"),
         (("report", "~nobody-of-this-name"), "No such file"),
         (("report", "-o", "~nobody-of-this-name/page"), "write a file in a folder that exists"),
@@ -164,14 +141,17 @@ LONG = "a" * 300
         (("hooks", "--from", LONG), "File name too long"),
         (("new-platform", "acme", "--output", LONG), "File name too long"),
         (("new-platform", "acme", "--output", "~nobody-of-this-name/\x7f/" + LONG), "File name too long"),
-        (("serve", "--model", "~nobody-of-this-name"), "no model at ~nobody-of-this-name"),
+        (
+            ("serve", "--model", "~nobody-of-this-name"),
+            "no model at ~nobody-of-this-name: it does not",
+        ),
         (("control", "--profile", "1", "--server", "localhost"), "with --server http://HOST:PORT"),
         (("control", "--profile", "1", "--server", "http://a b"), "with --server http://HOST:PORT"),
         (("control", "--profile", "1", "--server", "http://me:sesame@["), "http://***@["),
         (("doctor", "--", "no-such-program"), "'no-such-program' is not a program that can be found"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_one_line(
+def test_an_error_is_one_line_that_names_what_was_typed(
     words: tuple[str, ...],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -186,11 +166,7 @@ def test_a_name_that_leads_nowhere_is_one_line(
 
 
 def test_an_interrupt_is_status_130(stand_in: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(_arguments: argparse.Namespace) -> int:
-        raise KeyboardInterrupt
-
-    stand_in.__dict__["run"] = run
-    assert main(["stand-in"]) == 130
+    assert raising(stand_in, KeyboardInterrupt()) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -198,32 +174,20 @@ def test_a_missing_package_is_one_line_with_the_install_command(
     stand_in: types.ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packages, "missing", lambda *extras: ["textual"])
-
-    def run(_arguments: argparse.Namespace) -> int:
-        import torch_that_is_not_there  # type: ignore[import-not-found] # noqa: F401
-
-        return 0
-
-    stand_in.__dict__["run"] = run
-    assert main(["stand-in"]) == 2
+    assert raising(stand_in, ModuleNotFoundError(name="not_there")) == 2
     error = capsys.readouterr().err
-    assert (
-        "'torch_that_is_not_there' is not installed. The commands need: pip install 'textual>=1.0'" in error
-    )
+    assert "'not_there' is not installed. The commands need: pip install 'textual>=1.0'" in error
     assert error.count("\n") == 1
 
 
 def test_output_into_a_closed_pipe_gives_no_traceback() -> None:
     script = f"{shlex.quote(sys.executable)} -m sgl_aspects version | true"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.stderr == ""
+    assert finished("bash", "-c", script).stderr == ""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 def test_output_onto_a_full_disk_is_an_error_without_a_traceback() -> None:
-    with open("/dev/full", "w") as full:
-        words = [sys.executable, "-m", "sgl_aspects", "version"]
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = finished("bash", "-c", f"{shlex.quote(sys.executable)} -m sgl_aspects version > /dev/full")
     assert done.returncode == 2
     assert "No space left on device: the output is incomplete" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -252,7 +216,7 @@ def test_platforms_shows_what_was_chosen_and_why(
 
 
 def test_platforms_shows_what_was_found_when_none_can_be_chosen() -> None:
-    done = command_line("platforms", SGLANG_PLATFORM="nonesuch")
+    done = command("platforms", SGLANG_PLATFORM="nonesuch")
     assert done.returncode == 2
     assert "cuda" in done.stdout
     assert done.stderr.startswith("sgl-aspects: error: SGLANG_PLATFORM=nonesuch: no platform has this name.")

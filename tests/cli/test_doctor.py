@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from sgl_aspects.cli.doctor import diagnose
 from sgl_aspects.run.process_reports import ProcessReport
 from sgl_aspects.tracing.record import native
 from tests.support.distributions import install
+from tests.support.processes import command, output_of, python
 from tests.support.woven_modules import advice, module_of
 
 PLUGIN = """
@@ -61,28 +60,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "victim.py").write_text(VICTIM)
     (site / "program.py").write_text(PROGRAM)
     install(site, "hooks-of-victim", "[sgl_aspects.plugins]\nvictim = hooks_of_victim:activate\n")
-    options = ["--level", "0", "--report", str(site / "reports")]
-    subprocess.run(
-        [sys.executable, "-m", "sgl_aspects", "run", *options, "--", sys.executable, "program.py"],
-        cwd=site,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        check=True,
-        timeout=120,
-        capture_output=True,
-    )
+    program = ("--level", "0", "--report", "reports", "--", sys.executable, "program.py")
+    output_of(command("run", *program, cwd=site, PYTHONPATH=str(site)))
     return site / "reports"
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sgl_aspects", *words], capture_output=True, text=True, timeout=60
-    )
-
-
 def test_every_process_leaves_a_report_with_what_its_hooks_did(folder: Path) -> None:
-    done = command("hooks", "--from", str(folder), "--json")
-    assert done.returncode == 0, done.stderr
-    processes = json.loads(done.stdout)
+    processes = json.loads(output_of(command("hooks", "--from", folder, "--json")))
     calls = {
         process["process_id"]: {hook["target"]: hook["calls"] for hook in process["report"]["hooks"]}
         for process in processes
@@ -109,18 +93,9 @@ print(json.dumps([thread.name for thread in threading.enumerate()]))
 
 @pytest.mark.parametrize("reports", [False, True])
 def test_neither_plugins_nor_reports_start_a_thread(reports: bool, tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SGL_ASPECTS")}
-    if reports:
-        environment["SGL_ASPECTS_REPORT"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", THREADS],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [["MainThread"], ["MainThread"]]
+    environment = {"SGL_ASPECTS_REPORT": str(tmp_path)} if reports else {}
+    printed = output_of(python("-c", THREADS, without=("SGL_ASPECTS",), **environment))
+    assert [json.loads(line) for line in printed.splitlines()] == [["MainThread"], ["MainThread"]]
 
 
 def test_doctor_names_what_is_wrong_and_what_to_do(folder: Path) -> None:
@@ -161,24 +136,15 @@ def test_hooks_speaks_to_people_too(folder: Path) -> None:
     assert "(has not ended, or was killed: the state of its latest report)" in text
 
 
-PROGRAM_OF_ONE_CALL = "import victim; victim.used()"
-
-
 def test_the_hooks_of_engines_that_are_not_here_are_one_line(tmp_path: Path) -> None:
     hooks = '[[hook]]\ntarget = "victim:used"\nhook = "victim:passes_on"\ntype = "around"\n'
     (tmp_path / "aspects.toml").write_text(hooks)
     (tmp_path / "victim.py").write_text(
         "def used(): return 1\ndef passes_on(original_fn, *args): return original_fn(*args)\n"
     )
-    words = ["--report", "reports", "--config", "aspects.toml", "--file", "spans.jsonl", "--"]
-    subprocess.run(
-        [sys.executable, "-m", "sgl_aspects", "run", *words, sys.executable, "-c", PROGRAM_OF_ONE_CALL],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        check=True,
-        timeout=120,
-        capture_output=True,
-    )
+    options = ("--report", "reports", "--config", "aspects.toml", "--file", "spans.jsonl")
+    program = ("--", sys.executable, "-c", "import victim; victim.used()")
+    output_of(command("run", *options, *program, cwd=tmp_path, PYTHONPATH=str(tmp_path)))
     shown = command("hooks", "--from", str(tmp_path / "reports")).stdout.splitlines()
     assert len(shown) == 3
     assert "victim:used" in shown[1]

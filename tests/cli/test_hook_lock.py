@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.distributions import install_plugin, wheel
+from tests.support.processes import command, output_of
 from tests.support.tree import ROOT
 
 FIRST = '''
@@ -67,22 +67,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install_plugin(folder / "site", "watcher", PLUGIN)
     modules = {"market/__init__.py": "", "market/shop.py": SECOND, "market/store.py": STORE}
     wheel(folder, "market-2.0-py3-none-any.whl", modules)
-    done = hooks(folder, "lock")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "hooks.lock: 11 hooks at 11 places\n"
+    assert output_of(hooks(folder, "lock")) == "hooks.lock: 11 hooks at 11 places\n"
     return folder
 
 
 def hooks(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(folder / "site"), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, "-m", "sgl_aspects", "hooks", *words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return command("hooks", *words, cwd=folder, PYTHONPATH=paths)
 
 
 def test_every_kind_of_change_is_told_apart(folder: Path) -> None:
@@ -112,9 +103,7 @@ def test_the_text_says_what_is_to_do(folder: Path) -> None:
 
 
 def test_the_same_version_has_no_finding(folder: Path) -> None:
-    done = hooks(folder, "lint", "--against", "site")
-    assert done.returncode == 0, done.stdout
-    assert done.stdout == "site: 11 unchanged\n"
+    assert output_of(hooks(folder, "lint", "--against", "site")) == "site: 11 unchanged\n"
 
 
 def test_two_replacements_of_one_function_are_in_conflict(folder: Path) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import command, wait_until
+from tests.support.processes import command, output_of, python, wait_until
 
 INTERRUPTED = """
 import threading, time
@@ -24,6 +26,20 @@ threading.Thread(target=meanwhile, daemon=True).start()
 print("ready", flush=True)
 time.sleep(60)
 """
+
+
+@contextlib.contextmanager
+def stopped(collector: int) -> Iterator[None]:
+    """Stop this process during the block."""
+    os.kill(collector, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(collector, signal.SIGCONT)
+
+
+def wait_until_it_waits_for_its_collector(process_id: int) -> None:
+    wait_until(lambda: b"poll" in Path(f"/proc/{process_id}/wchan").read_bytes())
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
@@ -55,15 +71,11 @@ def test_a_signal_while_a_program_waits_for_its_collector_is_quiet(tmp_path: Pat
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        collector = int(process.stdout.readline())
-        os.kill(collector, signal.SIGSTOP)
-        try:
+        with stopped(int(process.stdout.readline())):
             process.stdin.close()
-            wait_until(lambda: b"poll" in Path(f"/proc/{process.pid}/wchan").read_bytes())
+            wait_until_it_waits_for_its_collector(process.pid)
             process.send_signal(number)
             assert process.wait(60) == 0
-        finally:
-            os.kill(collector, signal.SIGCONT)
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
 
@@ -90,22 +102,18 @@ def test_a_second_ctrl_c_does_not_change_what_ended_the_program(tmp_path: Path) 
         stderr=subprocess.DEVNULL,
     ) as process:
         assert process.stdout is not None
-        collector = int(process.stdout.readline())
-        os.kill(collector, signal.SIGSTOP)
-        try:
+        with stopped(int(process.stdout.readline())):
             wait_until(evaluated.exists)
             process.send_signal(signal.SIGINT)
-            wait_until(lambda: b"poll" in Path(f"/proc/{process.pid}/wchan").read_bytes())
+            wait_until_it_waits_for_its_collector(process.pid)
             before = evaluated.stat().st_size
             wait_until(lambda: evaluated.stat().st_size > before + 1)
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == -signal.SIGINT
-        finally:
-            os.kill(collector, signal.SIGCONT)
 
 
 def test_a_child_of_an_interpreter_without_this_package_runs_untraced(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True)
+    output_of(python("-m", "venv", "--without-pip", tmp_path / "other"))
     other = str(tmp_path / "other" / "bin" / "python")
     result = command("run", "--level", "0", "--", other, "-c", "print(1)")
     assert (result.returncode, result.stdout) == (0, "1\n")

@@ -6,19 +6,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.otlp_receiver import http_receiver
-from tests.support.processes import free_port
+from tests.support.processes import finished, free_port
 
 
-def preflight(*words: str, limit: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sgl_aspects", "preflight", *words]
+def preflight(*words: str, limit: str = "", **variables: Any) -> subprocess.CompletedProcess[str]:
+    asked = [sys.executable, "-m", "sgl_aspects", "preflight", *words]
     if limit:
-        command = ["bash", "-c", f'{limit} && exec "$@"', "bash", *command]
-    environment = {name: text for name, text in os.environ.items() if not name.startswith("OTEL_")}
-    return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=120)
+        asked = ["bash", "-c", f'{limit} && exec "$@"', "bash", *asked]
+    return finished(*asked, without=("OTEL_",), **variables)
 
 
 def line(done: subprocess.CompletedProcess[str], name: str) -> str:
@@ -75,9 +75,8 @@ def test_a_poor_machine() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small /dev/shm, which only root may do")
 def test_a_containers_shared_memory() -> None:
     small = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
-    command = [sys.executable, "-m", "sgl_aspects", "preflight", "--file", "/dev/null"]
-    inside = ["unshare", "--mount", "bash", "-c", f'{small} && exec "$@"', "bash", *command]
-    done = subprocess.run(inside, capture_output=True, text=True, timeout=120)
+    asked = [sys.executable, "-m", "sgl_aspects", "preflight", "--file", "/dev/null"]
+    done = finished("unshare", "--mount", "bash", "-c", f'{small} && exec "$@"', "bash", *asked)
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"this machine allows no mount namespace: {done.stderr.strip()}")
     assert line(done, "shared memory").startswith("lack")

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 
 def free_port() -> int:
@@ -82,9 +82,34 @@ def peak_megabytes(process_id: int | None) -> int:
     return int(found[1]) // 1024
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    """``sgl-aspects`` with these words."""
-    return subprocess.run([sys.executable, "-m", "sgl_aspects", *words], capture_output=True, text=True)
+def finished(
+    *words: str | Path,
+    cwd: str | Path | None = None,
+    seconds: float = 240,
+    without: tuple[str, ...] = (),
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. Variables whose names begin with one of ``without`` are not handed on."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(without)}
+    return subprocess.run(
+        words, cwd=cwd, env=kept | environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
+
+
+def python(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """``finished`` with this interpreter."""
+    return finished(sys.executable, *words, **options)
+
+
+def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """``finished`` with ``sgl-aspects``."""
+    return python("-m", "sgl_aspects", *words, **options)
+
+
+def output_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a command has printed; fails with its errors if it did not end with status 0."""
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 def without_room(errors: str) -> str:
