@@ -78,18 +78,6 @@ class Changes:
         if not self._in_pieces:
             self._finish()
 
-    def withdraw(self, change: Change, subjects: list[Any]) -> list[Any]:
-        """Remove ``subjects`` from the deferred calls of ``change``; returns the removed ones.
-
-        Otherwise the hooks of a signal handler pile up while signals come faster than changes end.
-        """
-        withdrawn = []
-        for deferred, waiting in list(self._deferred):
-            for subject in [one for one in subjects if deferred == change and one in waiting]:
-                waiting.remove(subject)
-                withdrawn.append(subject)
-        return withdrawn
-
     def _run_deferred(self) -> None:
         while self._deferred:
             change, subjects = self._deferred.popleft()

@@ -21,7 +21,6 @@ from typing import Any
 
 import wrapt
 
-from sgl_aspects import compat
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
     MISSING,
@@ -39,7 +38,14 @@ from sgl_aspects.weaving.attributes import (
     with_subclasses,
 )
 from sgl_aspects.weaving.chain import calls_original
-from sgl_aspects.weaving.functions import METHOD_MAKERS, WovenFunction, WovenProxy, bound_late, passing_on
+from sgl_aspects.weaving.functions import (
+    CALLED_AS_BOUND,
+    Binding,
+    WovenFunction,
+    WovenProxy,
+    bound,
+    passing_on,
+)
 
 logger = logging.getLogger("sgl_aspects")
 
@@ -75,7 +81,7 @@ class Slot:
         if type(content) is types.FunctionType:
             woven = WovenFunction(content)
         else:
-            woven = WovenProxy(content, called, str(place))
+            woven = WovenProxy(content, called, str(place), _binding_of(content))
             if isinstance(content, wrapt.BaseObjectProxy):
                 called = passing_on(woven.function, called)
         rebuild(self._place, {place.part: woven.function})  # may fail: now, before anything refers to it
@@ -159,9 +165,9 @@ def _open(place: AttributeReference) -> Opened:
     if is_a(raw, (classmethod, staticmethod)):
         raw, binds = raw.__func__, is_a(raw, classmethod) and sys.version_info < (3, 13)
     if binds and not callable(raw) and _gives_callables(raw):
-        return raw, bound_late(raw)
+        return raw, _bound_late(raw)
     found = _itself(place, raw)
-    return (raw, bound_late(raw)) if binds else found
+    return (raw, _bound_late(raw)) if binds else found
 
 
 def _in_classmethod(raw: Any) -> Any:
@@ -178,7 +184,7 @@ def _decorated(place: AttributeReference) -> Any:
         return raw.func
     if callable(raw) or not hasattr(type(raw), "__get__"):
         return None
-    if is_a(raw, (property, classmethod, *METHOD_MAKERS)):
+    if is_a(raw, (property, classmethod, *_METHOD_MAKERS)):
         return None
     held = [*namespace(raw).values(), *(value for _, value in filled_slots(raw))]
     functions = [one for one in held if type(one) is types.FunctionType and one.__name__ == place.name]
@@ -191,10 +197,6 @@ def _gives_callables(raw: Any) -> bool:
 
 
 def _itself(place: AttributeReference, content: Any) -> Opened:
-    if compat.is_pytest_fixture(content):
-        raise HookError(
-            f"{place} is a pytest fixture, which pytest finds by its type; hook a function that it calls"
-        )
     is_read = is_class(place.owner) and hasattr(type(content), "__set__")
     if is_read or not callable(content):
         raise HookError(
@@ -290,6 +292,54 @@ def _of_class(content: Any, place: AttributeReference) -> Callable[..., Any]:
     if not is_a(place.raw, types.FunctionType):
         return content  # type: ignore[no-any-return]
     return calls_original(lambda *args, **kwargs: getattr(cls, name)(*args, **kwargs))
+
+
+# -- binding ------------------------------------------------------------------------------------------------
+
+_METHOD_MAKERS = (functools.partialmethod, functools.singledispatchmethod)
+"""Descriptors that cannot be called: what they give adds arguments, or chooses a function by them."""
+
+
+def _binding_of(raw: Any) -> Binding:
+    if isinstance(raw, _METHOD_MAKERS):
+        return _binding_of(raw.func)
+    if isinstance(raw, functools.partial):  # binds since Python 3.14
+        return "nothing" if sys.version_info < (3, 14) else "instance"
+    if isinstance(raw, (staticmethod, types.MethodType)):
+        return "nothing"
+    if isinstance(raw, (classmethod, types.ClassMethodDescriptorType)):
+        return "class"
+    if not hasattr(type(raw), "__get__"):
+        return "nothing"
+    return "instance" if callable(raw) else "either"
+
+
+def _bound_late(raw: Any) -> Any:
+    """Return a function that takes explicitly the object that the descriptor would bind."""
+    binding = _binding_of(raw)
+    if raw is _OBJECT_INIT:
+        return calls_original(_initialise)
+    if binding == "nothing":
+        return raw if callable(raw) else bound(raw, None, object)
+    if type(raw) is types.FunctionType or isinstance(raw, CALLED_AS_BOUND):
+        return raw
+
+    def bind_and_call(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
+        from_class = binding == "class" or (binding == "either" and is_class(subject))
+        given = bound(raw, None, subject) if from_class else bound(raw, subject, type(subject))
+        return given(*args, **kwargs)
+
+    return calls_original(bind_and_call)
+
+
+_OBJECT_INIT: Any = vars(object)["__init__"]
+_OBJECT_NEW: Any = object.__new__
+
+
+def _initialise(self: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Call `object.__init__`, which ignores the arguments of a class's own `__new__` only if inherited."""
+    if type(self).__new__ is _OBJECT_NEW:
+        _OBJECT_INIT(self, *args, **kwargs)
 
 
 # -- rebuilding --------------------------------------------------------------------------------------------

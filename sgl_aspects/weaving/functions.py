@@ -26,7 +26,7 @@ from typing import Any, Literal
 import wrapt
 
 from sgl_aspects import compat
-from sgl_aspects.weaving.attributes import Attributes, OwnDict, holds, is_class
+from sgl_aspects.weaving.attributes import Attributes, OwnDict, holds
 from sgl_aspects.weaving.chain import CompiledChain, NativeLink, calls_original
 from sgl_aspects.weaving.hooks import FunctionKind, kind_of_code
 from sgl_aspects.weaving.templates import Shape, template
@@ -267,17 +267,15 @@ def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> 
             target.__dict__[name] = value
 
 
-# -- binding ------------------------------------------------------------------------------------------------
+# -- proxies ------------------------------------------------------------------------------------------------
 
-METHOD_MAKERS = (functools.partialmethod, functools.singledispatchmethod)
-"""Descriptors that cannot be called: what they give adds arguments, or chooses a function by them."""
+
 _LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
-_CALLED_AS_BOUND = (types.MethodDescriptorType, types.WrapperDescriptorType, _LRU_CACHE)
+CALLED_AS_BOUND = (types.MethodDescriptorType, types.WrapperDescriptorType, _LRU_CACHE)
 _PICKLED_BY_NAME = (
     *(types.FunctionType, types.BuiltinFunctionType, classmethod, staticmethod, functools.partial),
-    *_CALLED_AS_BOUND,
+    *CALLED_AS_BOUND,
 )
-
 
 Binding = Literal["nothing", "instance", "class", "either"]
 """The object that is inserted before the arguments when an attribute of a class is called.
@@ -286,54 +284,9 @@ Binding = Literal["nothing", "instance", "class", "either"]
 """
 
 
-def _binding_of(raw: Any) -> Binding:
-    if isinstance(raw, METHOD_MAKERS):
-        return _binding_of(raw.func)
-    if isinstance(raw, functools.partial):  # binds since Python 3.14
-        return "nothing" if sys.version_info < (3, 14) else "instance"
-    if isinstance(raw, (staticmethod, types.MethodType)):
-        return "nothing"
-    if isinstance(raw, (classmethod, types.ClassMethodDescriptorType)):
-        return "class"
-    if not hasattr(type(raw), "__get__"):
-        return "nothing"
-    return "instance" if callable(raw) else "either"
-
-
-def _bound(raw: Any, instance: Any, owner: Any) -> Any:
+def bound(raw: Any, instance: Any, owner: Any) -> Any:
     """Return what the descriptor ``raw`` gives."""
     return type(raw).__get__(raw, instance, owner)
-
-
-def bound_late(raw: Any) -> Any:
-    """Return a function that takes explicitly the object that the descriptor would bind."""
-    binding = _binding_of(raw)
-    if raw is _OBJECT_INIT:
-        return calls_original(_initialise)
-    if binding == "nothing":
-        return raw if callable(raw) else _bound(raw, None, object)
-    if type(raw) is types.FunctionType or isinstance(raw, _CALLED_AS_BOUND):
-        return raw
-
-    def bind_and_call(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
-        from_class = binding == "class" or (binding == "either" and is_class(subject))
-        bound = _bound(raw, None, subject) if from_class else _bound(raw, subject, type(subject))
-        return bound(*args, **kwargs)
-
-    return calls_original(bind_and_call)
-
-
-_OBJECT_INIT: Any = vars(object)["__init__"]
-_OBJECT_NEW: Any = object.__new__
-
-
-def _initialise(self: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Call `object.__init__`, which ignores the arguments of a class's own `__new__` only if inherited."""
-    if type(self).__new__ is _OBJECT_NEW:
-        _OBJECT_INIT(self, *args, **kwargs)
-
-
-# -- proxies ------------------------------------------------------------------------------------------------
 
 
 class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -378,10 +331,9 @@ class CallableProxy(BoundProxy):
     Callables with a qualified name are pickled by it; an instance is pickled and copied as itself.
     """
 
-    def __init__(self, wrapped: Any, run: Callable[..., Any], place: str) -> None:
+    def __init__(self, wrapped: Any, run: Callable[..., Any], place: str, binding: Binding) -> None:
         super().__init__(wrapped, run)
-        self._self_place = place
-        self._self_binding = _binding_of(wrapped)
+        self._self_place, self._self_binding = place, binding
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if self._self_binding == "nothing":
@@ -389,13 +341,13 @@ class CallableProxy(BoundProxy):
             return self if instance is None or instance is not owner else types.MethodType(self, owner)
         on_class = self._self_binding == "class" or (self._self_binding == "either" and instance is None)
         subject = owner if on_class else instance
-        if isinstance(self.__wrapped__, _CALLED_AS_BOUND):
+        if isinstance(self.__wrapped__, CALLED_AS_BOUND):
             return self if subject is None else types.MethodType(self, subject)
-        bound = _bound(self.__wrapped__, instance, owner)
-        if callable(bound):
-            return BoundProxy(bound, self._self_run, subject)
-        _warn_of_value(self._self_place, type(bound).__name__)
-        return bound
+        given = bound(self.__wrapped__, instance, owner)
+        if callable(given):
+            return BoundProxy(given, self._self_run, subject)
+        _warn_of_value(self._self_place, type(given).__name__)
+        return given
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not isinstance(self.__wrapped__, _PICKLED_BY_NAME):
@@ -447,7 +399,7 @@ class WovenProxy(WovenFunction):
 
     __slots__ = ()
 
-    def __init__(self, original: Any, called: Callable[..., Any], place: str) -> None:
+    def __init__(self, original: Any, called: Callable[..., Any], place: str, binding: Binding) -> None:
         super().__init__(original, anonymous=True)
-        self.function = CallableProxy(original, self._run, place)
+        self.function = CallableProxy(original, self._run, place, binding)
         self.set_hooks(called, ())

@@ -124,8 +124,7 @@ class FunctionJoinPoint(JoinPoint):
 
     kind = "a generated function"
 
-    def __init__(self, place: AttributeReference, slot: Slot | None = None) -> None:
-        slot = slot or Slot(place)
+    def __init__(self, place: AttributeReference, slot: Slot) -> None:
         content, self._called, self.woven = slot.weave(place)
         super().__init__(place._replace(raw=slot.original), content, slot)
         self.function = self.woven.function
@@ -269,8 +268,9 @@ def _measure(kind: type, part: str, inherits: bool, installed: bool, applied: bo
     raw = current(owner, "f")
     if inherits:
         owner = type("Derived", (owner,), {})
-    point = FunctionJoinPoint(AttributeReference(owner, "f", raw, inherits, part))
-    del raw
+    place = AttributeReference(owner, "f", raw, inherits, part)
+    point = FunctionJoinPoint(place, Slot(place))
+    del raw, place
     if applied:
         point.refresh()
     if installed:
@@ -308,8 +308,8 @@ class ClassJoinPoint(JoinPoint):
 
     kind = "a class"
 
-    def __init__(self, place: AttributeReference) -> None:
-        super().__init__(place, place.raw, Slot(place))
+    def __init__(self, place: AttributeReference, slot: Slot) -> None:
+        super().__init__(place, place.raw, slot)
         self._kept: Exclusions = frozenset()
         self._own: dict[type, tuple[Exclusions, list[Any]]] = OwnDict()
 

@@ -37,6 +37,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from sgl_aspects import compat
 from sgl_aspects.errors import HookError, MissingTargetError
 from sgl_aspects.weaving.attributes import (
     PROPERTY_PARTS,
@@ -57,11 +58,7 @@ from sgl_aspects.weaving.chain import Compiler
 from sgl_aspects.weaving.changes import Changes
 from sgl_aspects.weaving.descriptors import Slot
 from sgl_aspects.weaving.hooks import LOST, Advice, HookType, State, stop_without
-from sgl_aspects.weaving.joinpoints import (
-    ClassJoinPoint,
-    FunctionJoinPoint,
-    JoinPoint,
-)
+from sgl_aspects.weaving.joinpoints import ClassJoinPoint, FunctionJoinPoint, JoinPoint
 from sgl_aspects.weaving.modules import (
     LazyAttributes,
     ModuleIndex,
@@ -121,13 +118,7 @@ class Weaver:
 
     def remove(self, advices: Iterable[Advice]) -> None:
         """Remove ``advices`` in reverse order; a target without hooks gets its original object back."""
-        gone = list(advices)
-        with self.lock:
-            for advice in self._changes.withdraw(self._add, gone):
-                advice.forget()
-            here = [advice for advice in gone if advice in self._advices]
-            if here:
-                self._changes.run(self._remove, here)
+        self._changes.run(self._remove, list(advices))
 
     def set_enabled(self, advices: Iterable[Advice], enabled: bool) -> None:
         """Switch hooks off and on; they keep their place in the order."""
@@ -166,6 +157,8 @@ class Weaver:
 
     def _remove(self, advices: list[Advice], strict: bool = False) -> None:
         gone = [advice for advice in dict.fromkeys(reversed(advices)) if advice in self._advices]
+        if not gone:
+            return
         for advice in gone:
             self._detach(advice)
             for own in self._subclasses.forget(advice):
@@ -327,8 +320,11 @@ class Weaver:
             return
         try:
             if point is None:
-                is_whole = is_class(place.raw)
-                point = ClassJoinPoint(place) if is_whole else FunctionJoinPoint(place, self._slot_of(place))
+                if compat.is_pytest_fixture(place.raw):
+                    fix = "which pytest finds by its type; hook a function that it calls"
+                    raise HookError(f"{place} is a pytest fixture, {fix}")
+                slot, is_whole = self._slot_of(place), is_class(place.raw)
+                point = ClassJoinPoint(place, slot) if is_whole else FunctionJoinPoint(place, slot)
             point.add(advice)
         except Exception as error:
             if isinstance(error, HookError):
@@ -359,13 +355,13 @@ class Weaver:
             return None
         return other if other.place.part == place.part else None
 
-    def _slot_of(self, place: AttributeReference) -> Slot | None:
-        """Return the slot of another part of the same property, if there is one."""
+    def _slot_of(self, place: AttributeReference) -> Slot:
+        """Return the slot of another part of the same property, if there is one; otherwise a new one."""
         for part in ("", *PROPERTY_PARTS):
             for point in self._at.get((id(place.owner), place.name, part), ()):
                 if point.standing is place.raw:
                     return point.slot
-        return None
+        return Slot(place)
 
     def _warn_of_second_replace(self, advice: Advice, point: JoinPoint) -> None:
         earlier = [one for one in point.advices if one.hook_type is HookType.REPLACE and one is not advice]

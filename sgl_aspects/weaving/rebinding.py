@@ -262,16 +262,7 @@ class _Collected:
     def _round(self) -> list[Pair]:
         olds = [pair.old for pair in self.pairs.values()]
         found = [one for one in referrers(olds) if id(one) not in self.kept and not _is_ours(one)]
-        owners: dict[int, list[Any]] = {}
-        owned = [one for one in found if is_a(one, tuple)]
-        for one in found:  # dictionaries of a class or an instance
-            if type(one) is dict and all(type(key) is str for key in one) and not _is_module_namespace(one):
-                cls = _class_with(one)
-                if cls is None:
-                    owned.append(one)
-                else:
-                    owners[id(one)] = [cls]
-        owners |= self._owners(owned, found) if owned else {}
+        owners = self._owners([one for one in found if is_a(one, tuple) or _is_namespace(one)], found)
         anew: list[Pair] = []
         dependent: list[Any] = []
         for referrer in found:
@@ -353,10 +344,8 @@ class _Collected:
         """Return the owners of each of ``held``: classes of dictionaries, functions of defaults."""
         known = {id(referrer) for referrer in held}
         owners: dict[int, list[Any]] = {}
-        for owner in referrers(held):
-            if owner is found or is_a(owner, types.FrameType):
-                continue
-            if _is_ours(owner):
+        for owner in referrers(held) if held else ():
+            if owner is found or is_a(owner, types.FrameType) or _is_ours(owner):
                 continue
             for referent in gc.get_referents(owner):
                 if id(referent) in known:
@@ -381,13 +370,10 @@ def _is_ours(referrer: Any) -> bool:
     return is_own and type(referrer) not in (Attributes, Result)
 
 
-def _class_with(names: dict[str, Any]) -> type | None:
-    """Return the class whose dictionary is ``names``, if one of its descriptors tells; otherwise None."""
-    for name in ("__dict__", "__weakref__"):
-        cls = getattr(names.get(name), "__objclass__", None)
-        if is_class(cls) and holds(gc.get_referents(cls), names):
-            return cls
-    return None
+def _is_namespace(referrer: Any) -> bool:
+    """Return whether it may be the dictionary of a class or an instance."""
+    is_by_names = type(referrer) is dict and all(type(key) is str for key in referrer)
+    return is_by_names and not _is_module_namespace(referrer)
 
 
 def _is_module_namespace(referrer: Any) -> bool:
