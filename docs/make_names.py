@@ -78,10 +78,10 @@ def attributes() -> Iterator[tuple[str, str]]:
 
 
 def spans() -> dict[str, tuple[SpanType, bool]]:
-    """Return the types by name, and whether each is of level 4 only."""
+    """Return the types by name, and whether each is of level 4, or of a profile, only."""
     found = {each.name: (each, False) for _, each in inspect.getmembers(schema) if isinstance(each, SpanType)}
     found |= {each.name: (each, False) for each in schema.PREPARATIONS.values()}
-    return found | {each.name: (each, True) for each in schema.DETAILS.values()}
+    return found | {each.name: (each, True) for each in (schema.KERNEL, *schema.DETAILS.values())}
 
 
 def metrics() -> dict[str, tuple[str, str, str]]:

@@ -210,3 +210,23 @@ def test_a_histogram_s_recorder_records_what_the_histogram_does(temporality: str
     # A reader of differences begins anew at each collection, with new points.
     assert (getattr(record, "func", None) == ours.record) == (temporality == "delta")
     provider.shutdown()
+
+
+def test_the_events_of_a_profiler_have_their_kind_and_time() -> None:
+    import time
+
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    assert not compat.profiler_is_running()
+    begin = time.time_ns()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
+        assert compat.profiler_is_running()
+        with torch.profiler.record_function("a range"):
+            torch.ones(3).add(1)
+    end = time.time_ns()
+    found = {event.name: event for event in compat.profiler_events(profiled)}
+    assert found["aten::add"].kind == "operator"
+    assert found["a range"].kind in ("", "operator")  # by the kind of its record; it is not a kernel anyway
+    assert begin - 10**6 <= found["aten::add"].start_ns <= end
+    assert found["aten::add"].operator_id != found["aten::ones"].operator_id

@@ -1,4 +1,4 @@
-"""``sgl-aspects control``: change what a live run records; take a profile of a server's next steps."""
+"""``sgl-aspects control``: change what a live run records; take a profile of its next steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import urllib.request
 from pathlib import Path
 
 from sgl_aspects import env
-from sgl_aspects.cli.arguments import share
+from sgl_aspects.cli import kernel_profile
+from sgl_aspects.cli.arguments import positive_integer, share
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run.collector import collector_state, how_to_start
 from sgl_aspects.run.control import Control, read_control, write_control, write_run_control
@@ -21,6 +22,7 @@ from sgl_aspects.tracing.collect.rings import rings
 from sgl_aspects.tracing.variables import without_secrets
 
 _LONGEST_ANSWER = 1 << 16
+_MOST_STEPS = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     switch.add_argument("--off", dest="on", action="store_const", const=False, help="record nothing")
     add_run_choice(parser)
     profile = parser.add_argument_group("a profile of the device, instead")
-    profile.add_argument("--profile", type=int, metavar="STEPS", help="of the server's next STEPS steps")
     profile.add_argument(
-        "--server", metavar="URL", default="http://127.0.0.1:8000", help="by default %(default)s"
+        "--profile",
+        type=positive_integer,
+        metavar="STEPS",
+        help=f"the kernels of the run's next STEPS forward passes, at most {_MOST_STEPS}, become spans",
+    )
+    profile.add_argument(
+        "--server",
+        metavar="URL",
+        help="have the server there take its own, into a file (POST /start_profile)",
     )
 
 
@@ -54,7 +63,11 @@ def add_run_choice(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show what each process records, after making the requested changes."""
     if arguments.profile is not None:
-        return take_profile(arguments.server, arguments.profile)
+        if arguments.server:
+            return take_profile(arguments.server, arguments.profile)
+        if arguments.profile > _MOST_STEPS:
+            raise ConfigError(f"--profile {arguments.profile}: write a number from 1 to {_MOST_STEPS}")
+        return kernel_profile.take(arguments.profile, arguments.folder, arguments.pid)
     if arguments.on and arguments.level == 0:
         raise ConfigError("--on and --level 0, which is off, contradict each other: leave one of them out")
     requested = {"level": arguments.level, "sample": arguments.sample, "on": arguments.on}

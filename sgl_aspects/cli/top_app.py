@@ -13,6 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
+from sgl_aspects.cli import kernel_profile
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.view.live import LiveRun, causes_of
 from sgl_aspects.view.top_screen import ORDERS, View, ranked, screen
@@ -33,6 +34,7 @@ class TopApp(App[None]):
         *(Binding(str(level), f"level({level})", name) for level, name in enumerate(_LEVELS)),
         Binding("s", "sample", "Sample"),
         Binding("o", "order", "Order"),
+        Binding("k", "kernels", "Kernels"),
         Binding("up", "select(-1)", "Select", show=False, priority=True),
         Binding("down", "select(1)", "Select", show=False, priority=True),
         Binding("escape", "select(0)", "Select none", show=False),
@@ -45,6 +47,8 @@ class TopApp(App[None]):
         self._interval = interval
         self._is_paused = self._is_asking = False
         self._view = View()
+        self._wish: kernel_profile.Wished | None = None
+        self._profile = ""  # what has come of it
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():
@@ -88,6 +92,15 @@ class TopApp(App[None]):
         self._ask_why()
         self._draw()
 
+    def action_kernels(self) -> None:
+        """Wish for a profile of the next forward pass; its kernels are in the report, too."""
+        try:
+            self._wish = kernel_profile.wish(1, str(self._live.folder))
+            self._profile = "profiling the next forward pass"
+        except ConfigError as error:
+            self._profile = str(error)
+        self._draw()
+
     def action_help(self) -> None:
         self._view = replace(self._view, has_keys=not self._view.has_keys)
         self._draw()
@@ -113,6 +126,8 @@ class TopApp(App[None]):
 
     def _look(self) -> None:
         self._live.poll()  # even while paused: records that are not read in time are lost
+        if self._wish is not None and (answers := self._wish.ended()):
+            self._wish, self._profile = None, kernel_profile.in_a_line(answers)
         if self._live.has_ended():
             self.exit()
         elif not self._is_paused:
@@ -120,6 +135,7 @@ class TopApp(App[None]):
 
     def _draw(self) -> None:
         width, height = self.size
-        view = replace(self._view, note="paused" if self._is_paused else "")
+        note = "  ".join(filter(None, ("paused" if self._is_paused else "", self._profile)))
+        view = replace(self._view, note=note)
         controls = self._live.controls()
         self.query_one("#screen", Static).update(screen(self._live, controls, width - 2, height - 1, view))

@@ -3,25 +3,34 @@
 A control block is three numbers in the header of a ring (see `sgl_aspects.tracing.record`). A traced process
 reads them with each request and each step: no signal, no socket, no thread. Processes that start later read
 the same numbers from the run's folder.
+
+The first number is the level in its lowest byte and above it a wish for a profile, which the process that
+takes it removes; what comes of it is in that process's file ``profile-PID`` in the run's folder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from sgl_aspects.files import read_small, unfollowed, write_private
 
 #: Where a ring has its control block, and the number there that keeps every request.
 OFFSET = 256
 SAMPLE_ALL = 1 << 32
+#: The part of the first number that is the level.
+LEVEL_MASK = 0xFF
 _FILE = "control"
 _BLOCK = struct.Struct("<3Q")
+WISH_OFFSET, WISH_BYTES = OFFSET + 1, 7
+_PROFILE = "profile-"
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,22 @@ class Control:
     @classmethod
     def unpack(cls, data: bytes) -> Control:
         level, wanted, sample = _BLOCK.unpack(data)
-        return cls(level, wanted, sample / SAMPLE_ALL)
+        return cls(level & LEVEL_MASK, wanted, sample / SAMPLE_ALL)
+
+
+class Wish(NamedTuple):
+    """A wish for a profile of the next ``steps`` forward passes; 0xFFFF withdraws it."""
+
+    steps: int
+    number: int
+
+    @classmethod
+    def of_word(cls, word: int) -> Wish:
+        """Return the wish in the first number of a control block; without steps there is none."""
+        return cls(word >> 8 & 0xFFFF, word >> 24 & 0xFFFF_FFFF)
+
+
+WITHDRAWN = 0xFFFF
 
 
 def read_control(ring: Path) -> Control:
@@ -70,12 +94,42 @@ def write_control(ring: Path, control: Control) -> None:
 
     Raises ``PermissionError`` for another user's run, also for root: that user chooses what is in its folder.
     """
+    block = control.pack()
+    # The bytes of a wish between them stay.
+    _write(ring, (block[:1], OFFSET), (block[8:], OFFSET + 8))
+
+
+def write_wish(ring: Path, wish: Wish) -> None:
+    """Wish for a profile: the ring's process takes it with its next step. Raises like ``write_control``."""
+    number = wish.number.to_bytes(4, "little")
+    # The steps last: without them it is not taken.
+    _write(ring, (number, WISH_OFFSET + 2), (wish.steps.to_bytes(2, "little"), WISH_OFFSET))
+
+
+def _write(ring: Path, *parts: tuple[bytes, int]) -> None:
     with _own_folder(ring.parent) as folder:
         descriptor = os.open(ring.name, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
         try:
-            os.pwrite(descriptor, control.pack(), OFFSET)
+            for data, offset in parts:
+                os.pwrite(descriptor, data, offset)
         finally:
             os.close(descriptor)
+
+
+def write_answer(folder: str, answer: Mapping[str, Any]) -> None:
+    """Write what has come of a wish in this process, so far."""
+    write_private(Path(folder, f"{_PROFILE}{os.getpid()}"), json.dumps(answer).encode())
+
+
+def read_answers(folder: Path, number: int) -> dict[int, dict[str, Any]]:
+    """Return what has come of the wish of this number, by process."""
+    found = {}
+    for path in folder.glob(f"{_PROFILE}*"):
+        with contextlib.suppress(OSError, ValueError):
+            answer = json.loads(read_small(path))
+            if answer["number"] == number:
+                found[int(path.name.removeprefix(_PROFILE))] = answer
+    return found
 
 
 def write_run_control(folder: Path, control: Control) -> None:

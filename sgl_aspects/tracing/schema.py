@@ -100,6 +100,14 @@ SHAPE = "sgl_aspects.operator.shape"
 KV_TOKENS = "sgl_aspects.kv.tokens"
 KV_HIT_TOKENS = "sgl_aspects.kv.hit_tokens"
 KV_BYTES = "sgl_aspects.kv.bytes"
+#: Of a kernel of a profile: its name, its stream; seconds for which the device was idle before it, since the
+#: host launched it late, it waited for a copy, or its launch took so long; how many kernels one span sums up.
+KERNEL_NAME = "sgl_aspects.kernel.name"
+KERNEL_STREAM = "sgl_aspects.kernel.stream"
+IDLE_HOST = "sgl_aspects.kernel.idle.host_late"
+IDLE_TRANSFER = "sgl_aspects.kernel.idle.transfer"
+IDLE_LAUNCH = "sgl_aspects.kernel.idle.launch"
+KERNEL_COUNT = "sgl_aspects.kernel.count"
 #: Of speculative decoding: tokens that were drafted for a request, and how many of them it got. Metrics, too.
 DRAFTED_TOKENS = "sgl_aspects.speculation.drafted_tokens"
 ACCEPTED_TOKENS = "sgl_aspects.speculation.accepted_tokens"
@@ -217,6 +225,19 @@ RUN_BATCH = SpanType("run_batch")
 FORWARD = SpanType(
     "forward",
     {MODE: str, BATCH_SIZE: int, BATCH_TOKENS: int, DEVICE_NAME: str, DEVICE_TIME: float, GRAPH: str},
+)
+#: Below ``forward``: what `sgl-aspects control --profile` saw the device run.
+KERNEL = SpanType(
+    "kernel",
+    {
+        KERNEL_NAME: str,
+        OPERATOR_NAME: str,
+        KERNEL_STREAM: int,
+        IDLE_HOST: float,
+        IDLE_TRANSFER: float,
+        IDLE_LAUNCH: float,
+        KERNEL_COUNT: int,
+    },
 )
 SAMPLE = SpanType("sample")
 #: Of speculation. The step's ``forward`` is the pass that verifies.

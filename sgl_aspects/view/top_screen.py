@@ -48,7 +48,7 @@ ORDERS: dict[str, Callable[[Request, int], float]] = {
 
 _KEYS = (
     "0 to 4: level of tracing · s: trace all requests, a tenth, a hundredth · o: order of the requests · "
-    "↑ ↓: phases and causes of one, esc: of none · p: pause · q: quit"
+    "↑ ↓: phases and causes of one, esc: of none · k: kernels of a forward pass · p: pause · q: quit"
 )
 
 

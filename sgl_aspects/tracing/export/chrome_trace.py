@@ -2,7 +2,7 @@
 
 A process of the engine is a process there; each request has a track in every process that it passed through,
 joined by arrows (flows). The scheduler's steps have a track, two if they overlap. Device time has a track of
-its own; batch, queue and KV cache are counters.
+its own, and so have the kernels of each stream; batch, queue and KV cache are counters.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ _COUNTERS = {
     "queue": {"waiting": schema.QUEUE_WAITING, "running": schema.QUEUE_RUNNING},
     "KV cache": {"usage": schema.KV_USAGE},
 }
-# Tracks of a process: steps and other work from 1 on, devices from 100 on, requests from 1000 on.
-_WORK_TRACKS, _DEVICE_TRACKS, _REQUEST_TRACKS = 1, 100, 1000
+# Tracks of a process: steps and other work from 1 on, devices from 100 on, their streams from 200 on (in the
+# first are the kernels that are summed up), requests from 1000 on.
+_WORK_TRACKS, _DEVICE_TRACKS, _STREAM_TRACKS, _REQUEST_TRACKS = 1, 100, 201, 1000
 # Cap on requests that keep their tracks, since more spans may follow.
 _MOST_TRACKS = 1 << 16
 # Closes the array after the last event.
@@ -122,7 +123,9 @@ class Timeline:
                 continue
             process_id = self._number_of(span)
             attributes = dict(span.attributes or {})
-            if span.name in _OF_REQUESTS or not root_of_trace_id(context.trace_id):
+            if span.name == schema.KERNEL.name:
+                yield from self._kernel_events(span, context, attributes, process_id)
+            elif span.name in _OF_REQUESTS or not root_of_trace_id(context.trace_id):
                 yield from self._request_events(span, context, attributes, process_id)
             else:
                 yield from self._work_events(span, context, attributes, process_id)
@@ -178,6 +181,17 @@ class Timeline:
         seconds: Any = attributes.get(schema.DEVICE_TIME)
         if _is_number(seconds) and seconds >= 0:
             yield from self._device_events(span, attributes, process_id, seconds)
+
+    def _kernel_events(
+        self, span: ReadableSpan, context: SpanContext, attributes: dict[str, Any], process_id: int
+    ) -> Iterator[dict[str, Any]]:
+        stream: Any = attributes.get(schema.KERNEL_STREAM)
+        number = stream if _is_number(stream) else 0
+        track = _STREAM_TRACKS + int(number) % (_REQUEST_TRACKS - _STREAM_TRACKS)
+        name = "other kernels, summed up" if number < 0 else f"kernels, stream {number}"
+        yield from self._names(process_id, track, name, "scheduler")
+        event = _complete(span, context, attributes, process_id, track, "kernel")
+        yield event | {"name": str(attributes.get(schema.KERNEL_NAME, span.name))}
 
     def _lane(self, span: ReadableSpan, context: SpanContext, process_id: int) -> tuple[int, int]:
         """Choose a track on which the span's trace does not overlap another: steps and threads' functions

@@ -25,11 +25,13 @@ from sgl_aspects.tracing.observers.exchanged import HTTP_ROLES, ExchangeObserver
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.function import FunctionObserver
 from sgl_aspects.tracing.observers.process import PreparationObserver, ProcessObserver
+from sgl_aspects.tracing.observers.profile import ProfileObserver
 from sgl_aspects.tracing.observers.queue import QueueObserver
 from sgl_aspects.tracing.observers.serving import DetokenizerObserver, ServingObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS, TraceOptions
 from sgl_aspects.tracing.record.recorder import Recorder
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,8 @@ def _weave_engine(
     own = [*_observations(trackers), *forward.observations(), *drafts.observations()]
     woven = WovenLevels(engine, own)
     undo += [forward.worker.flush, woven.remove, trackers.steps.flush]
+    if isinstance(recorder, RingRecorder):  # others have no control block to wish in
+        undo.append(ProfileObserver(trackers, recorder, forward.worker, woven.weave).remove)
     trackers.steps.on_level = woven.set_level
     woven.set_level(recorder.level)
     return trackers
@@ -107,6 +111,10 @@ class WovenLevels:
         self._change(wanted - self._woven, aspects.weave)
         self._change(self._woven - wanted, _remove)
         self._woven = wanted
+
+    def weave(self, observation: Observation) -> Callable[[], None]:
+        """Weave one more observation, whatever the level; return a function that removes it."""
+        return aspects.weave(*_advices(self._engine.every_role, [observation])).remove
 
     def _change(self, levels: set[int], change: Callable[..., Any]) -> None:
         advices = [advice for level in sorted(levels) for advice in self._advices[level]]

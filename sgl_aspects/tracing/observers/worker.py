@@ -24,7 +24,7 @@ _DEVICE_TIME = 4  # index of its value
 class WorkerPasses:
     """Writes ``forward``, and at level 4 ``sample``, where steps run in another process.
 
-    ``step_id``: the step of the latest pass, 0 if it is not recorded; ``graph``: how that pass ran.
+    ``step_id``, ``span_id``: of the latest pass, 0 if it is not recorded; ``graph``: how that pass ran.
     """
 
     def __init__(self, trackers: Trackers) -> None:
@@ -38,7 +38,7 @@ class WorkerPasses:
         self._values = engine.values_reader("batch", ("mode", "reqs", "num_tokens"))
         self._mode_name = engine.reader("mode.name")
         self._platform_of = engine.reader("model_runner.platform")
-        self.step_id = 0
+        self.step_id = self.span_id = 0
         self.graph: str | None = None
         self._has_events = True
         self._waiting: collections.deque[tuple[Any, Any]] = collections.deque()
@@ -52,15 +52,16 @@ class WorkerPasses:
     def forward_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder, tracker = self._recorder, self._tracker
         self.step_id = 0
-        if recorder.level != tracker.level:
-            tracker.follow_level(recorder.level)
-        if recorder.level < 3:
+        level = recorder.steps.words[layout.WORD_LEVEL]
+        if level != tracker.level:
+            level = tracker.follow_level(level)
+        if level < 3:
             return None
         batch = self._batch(args, kwargs)
         step_id = self._shared_id(batch) or 0
         if not step_id or not in_sample(step_id, recorder.sample):
             return None
-        self.step_id, self.graph = step_id, None
+        self.step_id, self.span_id, self.graph = step_id, recorder.new_id(), None
         platform = self._platform_of(self._runner(args, kwargs))
         events, stream = self._take_events(platform)
         start_ns = monotonic_ns()
@@ -77,7 +78,7 @@ class WorkerPasses:
         name = getattr(platform, "device_name", None)
         values = [self._mode_name(mode), len(reqs), num_tokens, name, None, self.graph]
         run_id = layout.child_id(step_id, layout.CHILD_RUN_BATCH)
-        span = (self._recorder.new_id(), step_id, run_id, start_ns, end_ns, values, error_type(error))
+        span = (self.span_id, step_id, run_id, start_ns, end_ns, values, error_type(error))
         if events is None:
             self._write_forward(*span)
             return

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from zlib import crc32
 
-from sgl_aspects.run.control import Control, run_control
+from sgl_aspects.run.control import LEVEL_MASK, WISH_BYTES, WISH_OFFSET, Control, run_control
 from sgl_aspects.tracing.context import enter as enter_span
 from sgl_aspects.tracing.record import codec
 from sgl_aspects.tracing.record import format as layout
@@ -41,7 +41,7 @@ class RingRecorder:
     """
 
     def __init__(self, folder: str, level: int = 4, sample: float = 1.0) -> None:
-        self._folder = folder
+        self.folder = folder
         self._control = Control(level, level, sample).words
         #: Called with the run folder for each record dropped because the ring was not read.
         self.when_full: Callable[[str], None] | None = None
@@ -73,7 +73,7 @@ class RingRecorder:
         if file is not None:
             words = self.steps.words
             level, wanted, sample = words[layout.WORD_LEVEL : layout.WORD_SAMPLE + 1].tolist()
-            self._control = level, wanted, sample
+            self._control = level & LEVEL_MASK, wanted, sample
         self._slots.forget()
         self._begin()
         if file is not None:
@@ -82,7 +82,15 @@ class RingRecorder:
     @property
     def level(self) -> int:
         """The recording level, 0 to 4; another process may change it at any time."""
-        return self.steps.words[layout.WORD_LEVEL]  # type: ignore[no-any-return]
+        return self.steps.words[layout.WORD_LEVEL] & LEVEL_MASK  # type: ignore[no-any-return]
+
+    def take_wish(self) -> int:
+        """Remove a wish for a profile from the control block, beside the level; return the ring's slots."""
+        file = self._file
+        if file is None:
+            return 0
+        file.memory[WISH_OFFSET : WISH_OFFSET + WISH_BYTES] = bytes(WISH_BYTES)
+        return file.slots
 
     @property
     def sample(self) -> int:
@@ -95,14 +103,14 @@ class RingRecorder:
 
     def _ring_is_full(self) -> None:
         if self.when_full is not None:
-            self.when_full(self._folder)
+            self.when_full(self.folder)
 
     def _open_file(self) -> RingFile | None:
         with self._lock:
             if self._file is None and not self._closed:
                 # The run's last setting, otherwise this recorder's initial one.
-                setting = run_control(self._folder)
-                self._file = RingFile.make(self._folder, setting.words if setting else self._control)
+                setting = run_control(self.folder)
+                self._file = RingFile.make(self.folder, setting.words if setting else self._control)
                 if self._file is None:
                     self._closed = True
                 else:

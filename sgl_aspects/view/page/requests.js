@@ -191,7 +191,7 @@ const MOST_ROWS = 200;
 function waterfall(run, { index }, from, to) {
   const rows = [];
   const visit = (span, depth) => {
-    if (rows.length >= MOST_ROWS || depth > 8) return;
+    if (rows.length >= MOST_ROWS || depth > 8 || run.name(span) === "kernel") return;
     rows.push([span, depth]);
     for (const child of run.children(span)) if (!run.byIndex.has(child)) visit(child, depth + 1);
   };

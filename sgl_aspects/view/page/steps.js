@@ -100,10 +100,28 @@ function stepPanel(step, { openRequest, openStep, close, from }) {
       fact("KV cache", percent(step.kvUsage)),
     ),
     waterfall(run, step, step.start, step.end),
+    deviceTable(step),
     el("h3", {}, `${plural(step.requests.length, "request")} in it`),
     step.requests.length ? requests.element : el("p", { class: "muted" }, "None of them was recorded."),
     attributeTable([["process", step.process], ...run.attributes(step.index)]),
   );
+}
+
+/** What the device did in the step's forward passes, where they were profiled. */
+function deviceTable(step) {
+  const parts = step.deviceParts;
+  if (!parts.length) return null;
+  const total = parts.reduce((sum, part) => sum + part.time, 0) || 1;
+  const row = (cell, ...texts) => el("tr", {}, texts.map((text, at) => el(cell, at ? { class: "number" } : {}, text)));
+  return [
+    el("h3", {}, `On the device: ${duration(total)}`),
+    el(
+      "table",
+      { class: "kernels", "aria-label": "Kernels by operator" },
+      row("th", "operator", "kernels", "time", "share"),
+      parts.map((part) => row("td", part.name, part.count ? count(part.count) : "", duration(part.time), percent(part.time / total))),
+    ),
+  ];
 }
 
 const BINS = 160;
