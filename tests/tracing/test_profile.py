@@ -161,9 +161,7 @@ def refusal(folder: Path) -> str:
 def test_a_run_without_forward_passes_is_named_with_the_next_step(tmp_path: Path) -> None:
     recorder = RingRecorder(str(tmp_path), level=2)
     recorder.open()
-    assert "level 2, and forward passes from level 3 on: sgl-aspects control --level 3" in refusal(
-        str(tmp_path)
-    )
+    assert "level 2, and forward passes from level 3 on: sgl-aspects control --level 3" in refusal(tmp_path)
     recorder.close()
     assert "every process of" in refusal(tmp_path)
     assert (
