@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from typing import Any
 
 from sgl_aspects.tracing.collect.run_reader import RunReader
@@ -10,6 +12,7 @@ from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, RequestSent, SpanType
 from sgl_aspects.tracing.schema import REQUEST
+from tests.support import workers
 
 STEP = SpanType("step", {"mode": str, "size": int, "usage": float, "last": bool, "none": int})
 PLAIN = SpanType("plain", {"number": int})
@@ -55,9 +58,19 @@ def record_everything(recorder: RingRecorder) -> None:
     recorder.spans(TEXT)((1 << 64) - 1, 17, 17, 18, 19, ["x" * 5000])
 
 
-def last_count(descriptor: int) -> int:
-    data = b""
-    while piece := os.read(descriptor, 1 << 16):
+def written_until_killed(folder: str, seconds: float, roots: int = 0) -> int:
+    """Kill a process this long after its first span, and return how many it has reported as written."""
+    counters, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        workers.record_until_killed(folder, theirs, roots)
+    os.close(theirs)
+    data = os.read(counters, 8)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while piece := os.read(counters, 1 << 16):
         data += piece
+    os.close(counters)
     whole = len(data) // 8 * 8
-    return int.from_bytes(data[whole - 8 : whole], "little") if whole else 0
+    return int.from_bytes(data[whole - 8 : whole], "little")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -28,7 +26,7 @@ from tests.support import workers
 from tests.support.collectors import kill_collector_for_good
 from tests.support.otlp_receiver import backend, spans_of
 from tests.support.processes import wait_until
-from tests.support.rings import last_count
+from tests.support.rings import written_until_killed
 from tests.support.sessions import read_file, spawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -52,17 +50,8 @@ def test_two_hundred_kills_lose_and_repeat_nothing(tmp_path: Path, monkeypatch: 
     file, finished = tmp_path / "traces.jsonl", []
     with attach(file=str(file)) as session:
         for number in range(200):
-            counters, theirs = os.pipe()
-            child = os.fork()
-            if child == 0:
-                workers.record_until_killed(session.run_folder, theirs, roots=number + 1)
-            os.close(theirs)
-            os.read(counters, 8)  # it has begun
-            time.sleep(chance.random() * 0.004)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            finished.append(last_count(counters))
-            os.close(counters)
+            seconds = chance.random() * 0.004
+            finished.append(written_until_killed(session.run_folder, seconds, roots=number + 1))
     ended: dict[int, list[int]] = {}
     unfinished: Counter[int] = Counter()
     for span in exported(file):

@@ -6,11 +6,9 @@ import errno
 import multiprocessing
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 from collections import Counter
 from pathlib import Path
@@ -34,7 +32,14 @@ from sgl_aspects.tracing.records import (
 )
 from tests.support import workers
 from tests.support.ring_page_reader import read_page
-from tests.support.rings import PLAIN, TEXT, TOO_LARGE, last_count, read_all, record_everything
+from tests.support.rings import (
+    PLAIN,
+    TEXT,
+    TOO_LARGE,
+    read_all,
+    record_everything,
+    written_until_killed,
+)
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -150,20 +155,10 @@ def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ring_format, "SLOTS", 1 << 13)
     chance = random.Random(1)
     totals: Counter[str] = Counter()
-    for number in range(40):  # two hundred of them, exported: test_tracing_endurance.py
+    for number in range(40):  # two hundred of them, exported: test_endurance.py
         folder = tmp_path / str(number)
         folder.mkdir()
-        counters, theirs = os.pipe()
-        child = os.fork()
-        if child == 0:
-            workers.record_until_killed(str(folder), theirs)
-        os.close(theirs)
-        os.read(counters, 8)  # it has begun
-        time.sleep(chance.random() * 0.004)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        finished = last_count(counters)
-        os.close(counters)
+        finished = written_until_killed(str(folder), chance.random() * 0.004)
         reader = RunReader(str(folder))
         records = read_all(reader)
         ended = [record for record in records if isinstance(record, SpanEnd)]
@@ -189,55 +184,41 @@ def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert totals["damaged"] == 0
 
 
-def test_four_threads_are_all_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_four_writers_are_all_accounted_for(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     each = 25_000
-    # A process cannot query its own lock: to this reader the writer would be dead.
-    monkeypatch.setattr(RingReader, "is_alive", lambda self: True)
     recorder = RingRecorder(str(tmp_path))
+
+    def write(first: int) -> None:
+        for number in range(first + 1, first + each + 1):
+            recorder.spans(PLAIN)(number, 1, 1, 1, 2, [number])
+
+    writers: list[Any]
+    if kind == "threads":
+        # A process cannot query its own lock: to this reader the writer would be dead.
+        monkeypatch.setattr(RingReader, "is_alive", lambda self: True)
+        writers = [threading.Thread(target=write, args=(number * each,)) for number in range(4)]
+    else:
+        start = multiprocessing.get_context("fork").Process
+        arguments = [(str(tmp_path), number * each, each) for number in range(4)]
+        writers = [start(target=workers.record_spans, args=words) for words in arguments]
+    for writer in writers:
+        writer.start()
     reader = RunReader(str(tmp_path))
-
-    def write(thread: int) -> None:
-        for number in range(each):
-            recorder.spans(PLAIN)(thread * each + number + 1, 1, 1, 1, 2, [number])
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
     seen: list[int] = []
-    while any(thread.is_alive() for thread in threads):
+    while any(writer.is_alive() for writer in writers) or reader.has_more:
         seen += [record.span_id for _, record in reader.poll() if isinstance(record, SpanEnd)]
     seen += [record.span_id for record in read_all(reader) if isinstance(record, SpanEnd)]
     assert len(seen) == len(set(seen))
     assert len(seen) + reader.dropped == 4 * each
     assert reader.damaged == 0
-    for thread_number in range(4):  # in the order of its thread
-        own = [span for span in seen if (span - 1) // each == thread_number]
+    assert len(reader.writers) == (1 if kind == "threads" else 4)
+    for number in range(4):  # in the order of its writer
+        own = [span for span in seen if (span - 1) // each == number]
         assert own == sorted(own)
     recorder.close()
-    reader.close()
-
-
-def test_four_processes_are_all_accounted_for(tmp_path: Path) -> None:
-    each = 25_000
-    context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=workers.record_spans, args=(str(tmp_path), number * each, each))
-        for number in range(4)
-    ]
-    for process in processes:
-        process.start()
-    reader = RunReader(str(tmp_path))
-    seen: list[int] = []
-    while any(process.is_alive() for process in processes) or reader.has_more:
-        seen += [record.span_id for _, record in reader.poll() if isinstance(record, SpanEnd)]
-    seen += [record.span_id for record in read_all(reader) if isinstance(record, SpanEnd)]
-    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
-    assert len(seen) == len(set(seen))
-    assert len(seen) + reader.dropped == 4 * each
-    assert reader.damaged == 0
-    assert len(reader.writers) == 4
-    for process in processes:
-        process.close()
     reader.close()
 
 
