@@ -20,7 +20,7 @@ from sgl_aspects.tracing.collect import join
 from sgl_aspects.tracing.collect.tail import TailChoice
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.observers.calling import CallingObserver
+from sgl_aspects.tracing.observers.serving import CallingObserver
 from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanEnd, SpanType
 from sgl_aspects.tracing.sampling import Sampler, sampler_from_environment

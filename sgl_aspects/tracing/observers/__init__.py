@@ -18,7 +18,6 @@ from sgl_aspects.engines import Engine, Role, find_engines
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.context import OpenSpan, add_source, bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.observers.calling import CallingObserver
 from sgl_aspects.tracing.observers.detail import DetailObserver
 from sgl_aspects.tracing.observers.draft import DraftObserver
 from sgl_aspects.tracing.observers.exchanged import HTTP_ROLES, ExchangeObserver
@@ -27,7 +26,7 @@ from sgl_aspects.tracing.observers.function import FunctionObserver
 from sgl_aspects.tracing.observers.process import PreparationObserver, ProcessObserver
 from sgl_aspects.tracing.observers.profile import ProfileObserver
 from sgl_aspects.tracing.observers.queue import QueueObserver
-from sgl_aspects.tracing.observers.serving import DetokenizerObserver, ServingObserver
+from sgl_aspects.tracing.observers.serving import CallingObserver, DetokenizerObserver, ServingObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS, TraceOptions
 from sgl_aspects.tracing.record.recorder import Recorder

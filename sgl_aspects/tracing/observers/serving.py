@@ -1,9 +1,9 @@
-"""Level 1, the caller's side of an engine that answers many requests in one call and each by a generator.
+"""Level 1, the caller's side of an engine.
 
-A request is served by a generator (``serve_request``) that lives until the answer is complete, the request
-fails, or the client is gone: so every request ends in any case. One that is streamed over HTTP ends with the
-generator, after its last part; others end with their last output, since callers need not exhaust the
-generator.
+Most answer many requests in one call and each by a generator (``serve_request``) that lives until the answer
+is complete, the request fails, or the client is gone: so every request ends in any case. One that is streamed
+over HTTP ends with the generator, after its last part; others end with their last output, since callers need
+not exhaust the generator. In other engines functions begin and end each request.
 
 Some engines tokenize before there is a request, and give a request its id late: earlier work is kept for the
 request. Outputs report the total of an answer so far, or what is new of it.
@@ -21,6 +21,7 @@ from typing import Any
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.content import LONGEST
+from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.lifecycle import Call, Trackers
 from sgl_aspects.tracing.lifecycle.exchanges import (
     Exchange,
@@ -196,17 +197,24 @@ class ServingObserver:
             for each in call.answers or [call]:
                 calls.sent(each)
 
-    def _begin(self, serving: _Serving, request: Any) -> Call:
+    def _open(self, serving: _Serving, request: Any, origin: TraceContext | None = None) -> Call:
+        """Open a request; the first of an HTTP exchange began with it."""
         exchange, http = serving.exchange, serving.http
-        own = exchange if exchange is not None and not exchange.is_taken else None
-        if own is not None:
-            own.is_taken, start_ns = True, own.start_ns
+        if exchange is not None and not exchange.is_taken:
+            exchange.is_taken, start_ns = True, exchange.start_ns
         else:  # not over HTTP, or one of several requests of an HTTP request
             start_ns = self._received_ns(request) or serving.start_ns
         headers = self._http_headers(http or exchange)
         path = self._path(http) if http is not None else exchange.path if exchange is not None else ""
         operation = operation_of(path)
-        call = self._calls.begin(request, serving.manager, start_ns, headers=headers, operation=operation)
+        return self._calls.begin(
+            request, serving.manager, start_ns, headers=headers, operation=operation, origin=origin
+        )
+
+    def _begin(self, serving: _Serving, request: Any) -> Call:
+        exchange = serving.exchange
+        own = exchange if exchange is not None and not exchange.is_taken else None
+        call = self._open(serving, request)
         call.exchange, call.streams = own, bool(self._streams(request))
         call.ends_with_exchange = bool(self._ends_with_exchange(request))
         call.ends_with_output = not call.streams or own is None or call.ends_with_exchange
@@ -362,6 +370,80 @@ class ServingObserver:
     def _abort_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         for rid in self._all_aborted(*token, result) or ():
             self._calls.abort(rid)
+
+
+class CallingObserver(ServingObserver):
+    """The same for an engine whose functions begin and end each request."""
+
+    def __init__(self, trackers: Trackers) -> None:
+        super().__init__(trackers)
+        engine = trackers.engine
+        call, reader = engine.call_reader, engine.reader
+        self._detokenized = call("detokenize", "state")
+        self._finished = call("finish_request", "state")
+        self._finish_reason = call("finish_request", "finish_reason")
+        self._finish_error = call("finish_request", "error")
+        self._group = reader("request.group")
+        self._rid = reader("state.rid")
+        self._text = reader("state.text")
+        self._tokens = engine.values_reader("state", ("prompt_tokens", "output_tokens", "cached_tokens"))
+        self._first_token_ns = reader("state.first_token_time_ns")
+
+    def observations(self) -> list[Observation]:
+        return [
+            Observation("receive_request", self._open_enter, self._open_exit),
+            Observation("tokenize_request", self._tokenize_enter, self._tokenize_exit),
+            Observation("send_request", self._send_enter, self._send_exit),
+            Observation("detokenize", self._detokenize_enter, self._detokenize_exit),
+            Observation("finish_request", self._finish_enter),
+        ]
+
+    def _open_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._recorder.level:
+            return None
+        serving = _Serving(self, monotonic_ns(), args[0], None, current_exchange.get())
+        request = self._received(args, kwargs)
+        # Several requests of one call share one trace, even without a caller's context.
+        first = self._calls.live.get(self._group(request) or "")
+        call = self._open(serving, request, first.origin if first else None)
+        call.exchange = serving.exchange  # for its status, if the request fails
+        return call, self._calls.enter(call)
+
+    def _open_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return  # level 0
+        call, opened = token
+        context.leave(opened)
+        if error is None:
+            self._calls.live[call.rid] = call
+        else:
+            self._calls.fail(call, error_type(error))
+
+    def _detokenize_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._calls.came_late:
+            self._calls.begin_attached(args[0])
+        call = self._calls.live.get(self._rid(self._detokenized(args, kwargs)))
+        return None if call is None else self._calls.enter_detokenize(call)
+
+    def _detokenize_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is not None:
+            self._calls.detokenized(token)
+
+    def _finish_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # On entry: the call wakes the request's waiters, and they may end the process.
+        calls, state = self._calls, self._finished(args, kwargs)
+        if calls.came_late:
+            calls.begin_attached(args[0])
+        call = calls.live.pop(self._rid(state), None)
+        if call is None:
+            return
+        call.tokens = (*self._tokens(state),)
+        call.first_ns = self._first_token_ns(state) or 0
+        call.text = self._text(state) or ""
+        error = self._finish_error(args, kwargs)
+        if error is None:
+            call.exchange = None  # the engine's own id and time of the first token
+        calls.end(call, self._finish_reason(args, kwargs), error_type(error))
 
 
 class DetokenizerObserver:
