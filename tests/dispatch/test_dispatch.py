@@ -64,6 +64,14 @@ def small_registry() -> OpRegistry:
     return registry
 
 
+def register(function: Any, impl_id: str = "vendor.a", **fields: Any) -> OpManager:
+    """Register a vendor's silu_and_mul, or the operator named; return the process's manager."""
+    manager = dispatch.get_manager()
+    given = {"op_name": "silu_and_mul", "vendor": "a", **fields}
+    manager.registry.register(OpImpl(impl_id=impl_id, kind=ImplKind.VENDOR, fn=function, **given))
+    return manager
+
+
 def added(policy: SelectionPolicy) -> int:
     manager = OpManager(small_registry(), policy)
     return int(manager.call_op("op", torch.zeros(())))
@@ -182,12 +190,9 @@ def test_omitted_arguments_have_the_operators_defaults() -> None:
     def none(x: Any, weight: Any, eps: float, residual: Any) -> Any:
         return eps, residual
 
-    manager = dispatch.get_manager()
     for number, function in enumerate((others, none, lambda *args: args[2:])):
         impl_id = f"vendor.a.{number}"
-        manager.registry.register(
-            OpImpl("rms_norm", impl_id, ImplKind.VENDOR, function, vendor="a", priority=900 + number)
-        )
+        manager = register(function, impl_id, op_name="rms_norm", priority=900 + number)
         assert manager.call_op("rms_norm", X, X) == (1e-6, None), impl_id
         assert dispatch.rms_norm(X, X, residual=X)[0] == 1e-6
 
@@ -288,8 +293,7 @@ def test_a_task_that_outlives_its_scope_has_the_processes_policy_and_changes_no_
 
 
 def test_scopes_by_name() -> None:
-    registry = dispatch.get_manager().registry
-    registry.register(OpImpl("silu_and_mul", "vendor.a", ImplKind.VENDOR, lambda x: x * 0, vendor="a"))
+    register(lambda x: x * 0)
     x = torch.ones(2, 4)
     assert not dispatch.silu_and_mul(x).any()
     with dispatch.with_preference("reference"):
@@ -314,22 +318,9 @@ def marked(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_functions_and_layers_follow_a_changed_policy_at_once_wherever_they_are_held() -> None:
-    manager = dispatch.get_manager()
-    manager.registry.register(
-        OpImpl(
-            "silu_and_mul",
-            "vendor.a",
-            ImplKind.VENDOR,
-            marked,
-            vendor="a",
-            supported_dtypes=frozenset({torch.float32}),
-        )
-    )
-    held, layer, resolved = (
-        dispatch.silu_and_mul,
-        SiluAndMul(),
-        manager.resolve_op("silu_and_mul", X.dtype, X.device),
-    )
+    manager = register(marked, supported_dtypes=frozenset({torch.float32}))
+    held, layer = dispatch.silu_and_mul, SiluAndMul()
+    resolved = manager.resolve_op("silu_and_mul", X.dtype, X.device)
     wanted = torch.nn.functional.silu(X[:, :4]) * X[:, 4:]
     half = X.bfloat16()
     for _ in range(2):
@@ -401,11 +392,6 @@ def test_a_packed_weight_serves_the_reference_when_the_policy_changes() -> None:
         torch.testing.assert_close(linear(X), wanted, rtol=1e-4, atol=1e-5)
 
 
-class KeyedPlatform(CpuPlatform):
-    def get_dispatch_key_name(self) -> str:
-        return "chip"
-
-
 def test_an_implementation_may_be_registered_by_name_and_is_imported_when_it_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,21 +399,13 @@ def test_an_implementation_may_be_registered_by_name_and_is_imported_when_it_is_
         "def silu_and_mul(x): return x[..., :4] * 0\ndef other(y): return y\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    manager = dispatch.get_manager()
-
-    def register(name: str, priority: int) -> None:
-        manager.registry.register(
-            OpImpl("silu_and_mul", f"vendor.chip.{name}", ImplKind.VENDOR, f"late_kernels:{name}",
-                   vendor="chip", priority=priority)
-        )  # fmt: skip
-
     with dispatch.with_preference("reference"):
-        register("silu_and_mul", 500)
+        register("late_kernels:silu_and_mul", priority=500)
         dispatch.silu_and_mul(X)
         assert "late_kernels" not in sys.modules
     assert not dispatch.silu_and_mul(X).any()
-    register("other", 900)
-    with pytest.raises(OperatorSignatureError, match=r"vendor.chip.other is late_kernels.other\(y\)"):
+    register("late_kernels:other", "vendor.a.other", priority=900)
+    with pytest.raises(OperatorSignatureError, match=r"vendor.a.other is late_kernels.other\(y\)"):
         dispatch.silu_and_mul(X)
     with pytest.raises(OperatorError, match=r"fn='late_kernels': write a function, or 'pkg.mod:function'"):
         OpImpl("silu_and_mul", "x", ImplKind.DEFAULT, "late_kernels")
@@ -679,10 +657,7 @@ def test_a_platform_brings_a_file_of_its_own(tmp_path: Path) -> None:
             return str(file)
 
     set_current_platform(Acme())
-    try:
-        assert load_settings(new_registry()).origin("prefer") == f"{file}: prefer"
-    finally:
-        set_current_platform(None)
+    assert load_settings(new_registry()).origin("prefer") == f"{file}: prefer"
 
 
 def test_the_sample_has_every_key_and_all_built_in_files_are_valid() -> None:
@@ -734,11 +709,7 @@ def compiled(function: Any) -> Any:
 def test_compiled_code_goes_through_dispatch_in_one_graph_and_follows_the_policy(
     guarded: bool, called_before: bool
 ) -> None:
-    manager = dispatch.get_manager()
-    types = {torch.float32, torch.bfloat16} if guarded else None
-    manager.registry.register(
-        OpImpl("silu_and_mul", "vendor.a", ImplKind.VENDOR, marked, vendor="a", supported_dtypes=types)  # type: ignore[arg-type]
-    )
+    manager = register(marked, supported_dtypes={torch.float32, torch.bfloat16} if guarded else None)
     layer, norm = SiluAndMul(), RMSNorm(8, 1e-6, torch.float32)
 
     def work(x: torch.Tensor) -> torch.Tensor:
@@ -769,10 +740,8 @@ def test_every_operator_is_one_graph(guarded: bool, dtype: torch.dtype, names: s
     manager = dispatch.get_manager()
     for name in manager.registry.op_names() if guarded else ():
         reference = manager.registry.spec(name).reference
-        manager.registry.register(
-            OpImpl(name, f"vendor.acme.{name}", ImplKind.VENDOR, reference, vendor="acme", priority=999,
-                   supported_dtypes=frozenset({torch.float32, torch.bfloat16}))
-        )  # fmt: skip
+        types = frozenset({torch.float32, torch.bfloat16})
+        register(reference, f"vendor.a.{name}", op_name=name, priority=999, supported_dtypes=types)
     for op_name, inputs in dict(cases().values()).items():
         if names is not None and op_name not in names:
             continue
@@ -790,11 +759,8 @@ def test_a_platform_in_the_making_chooses_at_the_first_call() -> None:
             raise NotImplementedError("device_count")
 
     set_current_platform(Unfinished())
-    try:
-        manager = OpManager(small_registry())
-        manager.registry.register(
-            OpImpl("op", "x", ImplKind.DEFAULT, plus(9), priority=999, device_types=frozenset({"cpu"}))
-        )
-        assert int(manager.call_op("op", torch.zeros(()))) == 9
-    finally:
-        set_current_platform(None)
+    manager = OpManager(small_registry())
+    manager.registry.register(
+        OpImpl("op", "x", ImplKind.DEFAULT, plus(9), priority=999, device_types=frozenset({"cpu"}))
+    )
+    assert int(manager.call_op("op", torch.zeros(()))) == 9
