@@ -14,7 +14,6 @@ LONGER = {
     "platforms/test_devices.py": 440,
     "platforms/test_discovery.py": 500,
     "platforms/test_platforms.py": 536,
-    "runtime/test_parts.py": 459,
     "runtime/test_scheduler.py": 432,
     "runtime/test_server.py": 450,
     "support/broken_platforms.py": 493,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 from pathlib import Path
@@ -69,36 +68,6 @@ def test_settings_out_of_range_are_config_errors(fields: dict[str, Any], message
 def test_a_model_is_served_under_its_folders_name_by_default() -> None:
     assert ServerArgs("/models/tiny/").served_model_name == "tiny"
     assert ServerArgs("/models/tiny", served_model_name="mine").served_model_name == "mine"
-
-
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    [
-        ("max_new_tokens", 0),
-        ("max_new_tokens", 1.5),
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("temperature", 10**400),
-        ("top_p", 0),
-        ("top_p", 1.1),
-        ("top_p", "1"),
-        ("top_k", 0),
-        ("top_k", -1),
-        ("seed", 1.0),
-        ("stop", ""),
-        ("stop", ["a", ""]),
-        ("stop", 5),
-        ("stop_token_ids", ["a"]),
-        ("stop_token_ids", 5),
-        ("ignore_eos", 1),
-        ("priority", 1.5),
-        ("priority", 10**6),
-    ],
-)
-def test_sampling_values_out_of_range_are_invalid_requests(name: str, bad: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=f"^{name}="):
-        SamplingParams(**{name: bad})
 
 
 LLAMA = {
@@ -284,51 +253,6 @@ def test_templates_see_their_tokens_and_may_refuse() -> None:
 # -- sampling ----------------------------------------------------------------------------------------
 
 
-def expected_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Straight from the definition: temperature, then top_k, then top_p over what is left."""
-    probabilities = torch.softmax(logits.double() / params.temperature, dim=-1)
-    order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i].item())
-    order = order[: params.top_k]
-    total = sum(probabilities[i].item() for i in order)
-    kept, mass = [], 0.0
-    for i in order:
-        if mass >= params.top_p * total:
-            break
-        kept.append(i)
-        mass += probabilities[i].item()
-    result = torch.zeros_like(probabilities)
-    result[kept] = probabilities[kept] / mass
-    return result
-
-
-@pytest.mark.parametrize("vocab", [50, 3000])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"temperature": 0.3},
-        {"temperature": 2.5},
-        {"top_k": 5},
-        {"top_k": 10**6},
-        {"top_p": 0.6},
-        {"top_p": 0.999},
-        {"top_k": 7, "top_p": 0.7},
-        {"top_k": 1500, "top_p": 0.95, "temperature": 1.3},
-    ],
-)
-def test_tokens_come_as_often_as_their_probabilities_say(vocab: int, fields: dict[str, Any]) -> None:
-    params = SamplingParams(**{"temperature": 1.0, **fields})
-    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
-    draws = 1000
-    # An even grid instead of chance: each token's count is then its share, to within one draw.
-    uniforms = [(i + 0.5) / draws for i in range(draws)]
-    tokens = Sampler()(logits.expand(draws, vocab), [params] * draws, uniforms)
-    counts = torch.bincount(tokens, minlength=vocab).double()
-    expected = expected_distribution(logits, params)
-    assert (counts - expected * draws).abs().max() <= 1.01
-    assert not counts[expected == 0].any()
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -448,12 +372,3 @@ def test_the_bytes_of_a_token_are_those_of_its_rows() -> None:
     assert token_bytes("mla", torch.float32, 2, kv_lora_rank=8, qk_rope_head_dim=3) == 2 * 11 * 4
     sizes = {"kv_lora_rank": 8, "qk_rope_head_dim": 3, "index_head_dim": 6}
     assert token_bytes("dsa", torch.float32, 2, **sizes) == 2 * 17 * 4
-
-
-def test_messages_survive_the_pipe() -> None:
-    import pickle
-
-    from sgl_aspects.runtime.messages import TokenizedRequest
-
-    message = TokenizedRequest("r", [1, 2], SamplingParams(stop="x", stop_token_ids=[3]))
-    assert dataclasses.asdict(pickle.loads(pickle.dumps(message))) == dataclasses.asdict(message)

@@ -77,6 +77,15 @@ def processed_by_transformers(logits: torch.Tensor, params: SamplingParams, req:
 @pytest.mark.parametrize(
     "fields",
     [
+        {},
+        {"temperature": 0.3},
+        {"temperature": 2.5},
+        {"top_k": 5},
+        {"top_k": 10**6},
+        {"top_p": 0.6},
+        {"top_p": 0.999},
+        {"top_k": 7, "top_p": 0.7},
+        {"top_k": 1500, "top_p": 0.95, "temperature": 1.3},
         {"min_p": 0.05},
         {"min_p": 1.0},
         {"min_p": 0.001, "temperature": 3.0},
@@ -286,6 +295,15 @@ def test_no_limit_of_tokens_means_as_many_as_fit(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        *(({"max_new_tokens": bad}, "^max_new_tokens=") for bad in (0, 1.5)),
+        *(({"temperature": bad}, "^temperature=") for bad in (-0.1, float("nan"), float("inf"), 10**400)),
+        *(({"top_p": bad}, "^top_p=") for bad in (0, 1.1, "1")),
+        *(({"top_k": bad}, "^top_k=") for bad in (0, -1)),
+        *(({"stop": bad}, "^stop=") for bad in ("", ["a", ""], 5)),
+        *(({"stop_token_ids": bad}, "^stop_token_ids=") for bad in (["a"], 5)),
+        *(({"priority": bad}, "^priority=") for bad in (1.5, 10**6)),
+        ({"seed": 1.0}, "^seed="),
+        ({"ignore_eos": 1}, "^ignore_eos="),
         ({"min_p": 1.5}, r"min_p=1\.5: write a number from 0 to 1"),
         ({"min_p": float("nan")}, "min_p=nan"),
         ({"repetition_penalty": 0}, "repetition_penalty=0: write a number from 0.01 to 100"),
