@@ -16,7 +16,7 @@ LONGER = {
     "platforms/test_platforms.py": 536,
     "runtime/test_scheduler.py": 432,
     "runtime/test_server.py": 450,
-    "support/broken_platforms.py": 493,
+    "support/broken_platforms.py": 458,
     "support/sglang_registry_cases.py": 774,
     "tracing/test_collector.py": 426,
     "tracing/test_current.py": 455,

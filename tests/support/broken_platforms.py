@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from loopback_platform import streams
@@ -21,21 +22,77 @@ from sgl_aspects.platforms import DeviceEvent, DeviceGraph, PlatformEnum
 from sgl_aspects.runtime.kv_cache import MLATokenPool, NSATokenPool, PagedAllocator
 from sgl_aspects.runtime.ops import Operator, RMSNorm, SiluAndMul
 
+#: Each fault, and the checks that find it, of the groups that need no other process.
+FAULTS: dict[type[LoopbackPlatform], set[str]] = {}
+#: A pool that is wrong shows in attention too: here the checks of pools alone.
+POOL_FAULTS: dict[type[LoopbackPlatform], set[str]] = {}
+#: A platform that generates wrong tokens does so with quantized weights, too.
+_WRITES = {"kv_pools.write", "kv_pools.clear"}
+_Class = TypeVar("_Class", bound=type[LoopbackPlatform])
 
-class NoFamily(LoopbackPlatform):
+
+def found_by(
+    *checks: str, among: dict[type[LoopbackPlatform], set[str]] = FAULTS
+) -> Callable[[_Class], _Class]:
+    """Enter the decorated class into a table of faults."""
+
+    def enter(fault: _Class) -> _Class:
+        among[fault] = set(checks)
+        return fault
+
+    return enter
+
+
+class Broken(LoopbackPlatform):
+    """The loopback platform, whose parts a fault replaces by name."""
+
+    Event: type[DeviceEvent] = LoopbackEvent
+    Graph: type[DeviceGraph] = LoopbackGraph
+    Attention: type = LoopbackAttention
+    Allocator: type = PagedAllocator
+    TokenPool: type = LoopbackTokenPool
+    LatentPool: type = MLATokenPool
+    IndexPool: type = NSATokenPool
+
+    def create_event(self) -> DeviceEvent:
+        return self.Event()
+
+    def create_graph(self) -> DeviceGraph:
+        return self.Graph()
+
+    def get_attention_backends(self) -> dict[str, type | str]:
+        return {"loopback": self.Attention}
+
+    def get_paged_allocator_cls(self) -> type | str:
+        return self.Allocator
+
+    def get_mha_kv_pool_cls(self) -> type | str:
+        return self.TokenPool
+
+    def get_mla_kv_pool_cls(self) -> type | str:
+        return self.LatentPool
+
+    def get_nsa_kv_pool_cls(self) -> type | str:
+        return self.IndexPool
+
+
+@found_by("identity.family")
+class NoFamily(Broken):
     """Has no identity."""
 
     _enum = PlatformEnum.UNSPECIFIED
 
 
-class NoName(LoopbackPlatform):
+@found_by("identity.names")
+class NoName(Broken):
     """Has no product name."""
 
     def get_device_name(self, device_id: int = 0) -> str:
         return ""
 
 
-class OtherUuid(LoopbackPlatform):
+@found_by("identity.uuid")
+class OtherUuid(Broken):
     """Makes a new identifier each time."""
 
     _count = itertools.count()
@@ -44,28 +101,32 @@ class OtherUuid(LoopbackPlatform):
         return str(next(self._count))
 
 
-class NoSuchPool(LoopbackPlatform):
+@found_by("identity.classes", "kv_pools.shape", "kv_pools.allocator", *_WRITES, among=POOL_FAULTS)
+class NoSuchPool(Broken):
     """Names a class that does not exist."""
 
     def get_mha_kv_pool_cls(self) -> type | str:
         return "loopback_platform.kv_pool:TokenPool"
 
 
-class NoDevice(LoopbackPlatform):
+@found_by("setup.device")
+class NoDevice(Broken):
     """Its driver fails."""
 
     def get_device(self, local_rank: int) -> torch.device:
         raise OSError("driver not loaded")
 
 
-class RecordsGradients(LoopbackPlatform):
+@found_by("operations.inference_mode")
+class RecordsGradients(Broken):
     """inference_mode does nothing."""
 
     def inference_mode(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
-class LeavesVariable(LoopbackPlatform):
+@found_by("operations.reindex")
+class LeavesVariable(Broken):
     """Does not restore the variable."""
 
     def reindex_device_id(self, device_id: int) -> AbstractContextManager[int]:
@@ -73,14 +134,16 @@ class LeavesVariable(LoopbackPlatform):
         return nullcontext(0)
 
 
-class AcceptsQuantization(LoopbackPlatform):
+@found_by("operations.quantization")
+class AcceptsQuantization(Broken):
     """Accepts a quantization that it cannot run."""
 
     def verify_quantization(self, quant: str) -> None:
         return None
 
 
-class StaysOnStream(LoopbackPlatform):
+@found_by("operations.streams")
+class StaysOnStream(Broken):
     """Does not go back to the stream before."""
 
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
@@ -91,7 +154,8 @@ class StaysOnStream(LoopbackPlatform):
 # -- events -----------------------------------------------------------------------------------------------
 
 
-class EventNotRecorded(LoopbackPlatform):
+@found_by("events.reached", "events.synchronize", "events.elapsed", "events.again")
+class EventNotRecorded(Broken):
     """record() does nothing."""
 
     class Event(LoopbackEvent):
@@ -101,33 +165,27 @@ class EventNotRecorded(LoopbackPlatform):
         def synchronize(self) -> None:
             return None
 
-    def create_event(self) -> DeviceEvent:
-        return self.Event()
 
-
-class EventInSeconds(LoopbackPlatform):
+@found_by("events.elapsed")
+class EventInSeconds(Broken):
     """Seconds for milliseconds."""
 
     class Event(LoopbackEvent):
         def elapsed_ms(self, end: DeviceEvent) -> float:
             return super().elapsed_ms(end) / 1e3
 
-    def create_event(self) -> DeviceEvent:
-        return self.Event()
 
-
-class EventAlwaysReached(LoopbackPlatform):
+@found_by("events.unrecorded")
+class EventAlwaysReached(Broken):
     """An event that was not recorded reports that it is reached, as torch's do."""
 
     class Event(LoopbackEvent):
         def query(self) -> bool:
             return self._mark is None or super().query()
 
-    def create_event(self) -> DeviceEvent:
-        return self.Event()
 
-
-class EventKeepsFirst(LoopbackPlatform):
+@found_by("events.again")
+class EventKeepsFirst(Broken):
     """Recording again changes nothing."""
 
     class Event(LoopbackEvent):
@@ -135,11 +193,9 @@ class EventKeepsFirst(LoopbackPlatform):
             if self._mark is None:
                 super().record(stream)
 
-    def create_event(self) -> DeviceEvent:
-        return self.Event()
 
-
-class DoesNotWait(LoopbackPlatform):
+@found_by("events.synchronize", "events.elapsed", "events.again")
+class DoesNotWait(Broken):
     """synchronize returns at once, before the stream is done."""
 
     def synchronize(self) -> None:
@@ -153,7 +209,8 @@ class DoesNotWait(LoopbackPlatform):
 # -- operators --------------------------------------------------------------------------------------------
 
 
-class ForgetsResidual(LoopbackPlatform):
+@found_by("operators.rms_norm_residual")
+class ForgetsResidual(Broken):
     """Normalizes x, not x + residual."""
 
     def init_backend(self) -> None:
@@ -169,7 +226,8 @@ class ForgetsResidual(LoopbackPlatform):
         return "forgetful"
 
 
-class WritesInput(LoopbackPlatform):
+@found_by("operators.silu_and_mul")
+class WritesInput(Broken):
     """Its activation writes over its input."""
 
     def init_backend(self) -> None:
@@ -187,150 +245,122 @@ class WritesInput(LoopbackPlatform):
 # -- pools ------------------------------------------------------------------------------------------------
 
 
-class _HalfPool(LoopbackTokenPool):
-    def __init__(self, *, dtype: torch.dtype, **kwargs: Any) -> None:
-        super().__init__(dtype=torch.float16, **kwargs)
-        self.dtype = dtype
-
-
-class WrongType(LoopbackPlatform):
+@found_by("kv_pools.shape", *_WRITES, among=POOL_FAULTS)
+class WrongType(Broken):
     """Keeps everything as float16."""
 
-    def get_mha_kv_pool_cls(self) -> type | str:
-        return _HalfPool
+    class TokenPool(LoopbackTokenPool):
+        def __init__(self, *, dtype: torch.dtype, **kwargs: Any) -> None:
+            super().__init__(dtype=torch.float16, **kwargs)
+            self.dtype = dtype
 
 
-class _NextSlotPool(LoopbackTokenPool):
-    def set_kv_buffer(
-        self, layer: Any, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
-    ) -> None:
-        super().set_kv_buffer(layer, loc + 1, cache_k, cache_v)
-
-
-class NextSlot(LoopbackPlatform):
+@found_by("kv_pools.write", among=POOL_FAULTS)
+class NextSlot(Broken):
     """Writes one slot too far."""
 
-    def get_mha_kv_pool_cls(self) -> type | str:
-        return _NextSlotPool
+    class TokenPool(LoopbackTokenPool):
+        def set_kv_buffer(
+            self, layer: Any, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
+        ) -> None:
+            super().set_kv_buffer(layer, loc + 1, cache_k, cache_v)
 
 
-class _LatentPool(MLATokenPool):
-    def set_kv_buffer(
-        self, layer: Any, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
-    ) -> None:
-        rotary = torch.zeros_like(cache_k[..., self.kv_lora_rank :])
-        super().set_kv_buffer(layer, loc, torch.cat((cache_v, rotary), -1), cache_v)
-
-
-class ForgetsRotaryKey(LoopbackPlatform):
+@found_by("kv_pools.mla", among=POOL_FAULTS)
+class ForgetsRotaryKey(Broken):
     """Its compressed rows lack the rotary part."""
 
-    def get_mla_kv_pool_cls(self) -> type | str:
-        return _LatentPool
+    class LatentPool(MLATokenPool):
+        def set_kv_buffer(
+            self, layer: Any, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
+        ) -> None:
+            rotary = torch.zeros_like(cache_k[..., self.kv_lora_rank :])
+            super().set_kv_buffer(layer, loc, torch.cat((cache_v, rotary), -1), cache_v)
 
 
-class _StaleIndexPool(NSATokenPool):
-    def clear(self, pages: list[int]) -> None:
-        kept = [rows[:, self.index_start :].clone() for rows in self.rows]
-        super().clear(pages)
-        for rows, old in zip(self.rows, kept):
-            rows[:, self.index_start :] = old
-
-
-class KeepsIndexKeys(LoopbackPlatform):
+@found_by("kv_pools.dsa", among=POOL_FAULTS)
+class KeepsIndexKeys(Broken):
     """Leaves the indexer's keys of the request before."""
 
-    def get_nsa_kv_pool_cls(self) -> type | str:
-        return _StaleIndexPool
+    class IndexPool(NSATokenPool):
+        def clear(self, pages: list[int]) -> None:
+            kept = [rows[:, self.index_start :].clone() for rows in self.rows]
+            super().clear(pages)
+            for rows, old in zip(self.rows, kept):
+                rows[:, self.index_start :] = old
 
 
-class _NextPagePool(LoopbackTokenPool):
-    def clear(self, pages: list[int]) -> None:
-        super().clear([page + 1 for page in pages])
-
-
-class NextPage(LoopbackPlatform):
+@found_by("kv_pools.clear")
+class NextPage(Broken):
     """Clears the page after."""
 
-    def get_mha_kv_pool_cls(self) -> type | str:
-        return _NextPagePool
+    class TokenPool(LoopbackTokenPool):
+        def clear(self, pages: list[int]) -> None:
+            super().clear([page + 1 for page in pages])
 
 
-class _CopyingPool(LoopbackTokenPool):
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return super().get_value_buffer(layer_id).clone()
-
-
-class Copies(LoopbackPlatform):
+@found_by(*_WRITES, among=POOL_FAULTS)
+class Copies(Broken):
     """Gives copies of its buffers."""
 
-    def get_mha_kv_pool_cls(self) -> type | str:
-        return _CopyingPool
+    class TokenPool(LoopbackTokenPool):
+        def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+            return super().get_value_buffer(layer_id).clone()
 
 
-class _FromZero(PagedAllocator):
-    def clear(self) -> None:
-        super().clear()
-        self._free = [page - 1 for page in self._free]
-
-
-class PageZero(LoopbackPlatform):
+@found_by("kv_pools.allocator", "graphs.decode_steps", "capabilities.compiled")
+class PageZero(Broken):
     """Hands out page 0, the padding."""
 
-    def get_paged_allocator_cls(self) -> type | str:
-        return _FromZero
+    class Allocator(PagedAllocator):
+        def clear(self) -> None:
+            super().clear()
+            self._free = [page - 1 for page in self._free]
 
 
 # -- attention --------------------------------------------------------------------------------------------
 
 
-class _PastPages(LoopbackAttention):
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        super().init_forward_metadata(forward_batch)
-        size = self.req_to_token_pool.page_size
-        # Whole pages, including unused slots.
-        if forward_batch.forward_mode.is_decode():
-            self._seen = torch.cat((self._seen[:, :1].expand(-1, size), self._seen), 1)[:, :-size]
-            return
-        table = self.req_to_token_pool.req_to_token
-        rows = zip(forward_batch.req_pool_indices.tolist(), forward_batch.lengths)
-        self._prompts = [table[row, : -(-length // size) * size] for row, length in rows]
-
-
-class ReadsPadding(LoopbackPlatform):
+@found_by(*(f"attention.{name}" for name in ("decode", "chunks", "prompts", "mixed")), "graphs.decode_steps")
+class ReadsPadding(Broken):
     """Attends over the rest of the last page too."""
 
-    def get_attention_backends(self) -> dict[str, type | str]:
-        return {"loopback": _PastPages}
+    class Attention(LoopbackAttention):
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            super().init_forward_metadata(forward_batch)
+            size = self.req_to_token_pool.page_size
+            # Whole pages, including unused slots.
+            if forward_batch.forward_mode.is_decode():
+                self._seen = torch.cat((self._seen[:, :1].expand(-1, size), self._seen), 1)[:, :-size]
+                return
+            table = self.req_to_token_pool.req_to_token
+            rows = zip(forward_batch.req_pool_indices.tolist(), forward_batch.lengths)
+            self._prompts = [table[row, : -(-length // size) * size] for row, length in rows]
 
 
-class _Unscaled(LoopbackAttention):
-    def forward_decode(self, q: torch.Tensor, *others: Any) -> torch.Tensor:
-        return super().forward_decode(q * 1.05, *others)
-
-
-class WrongScale(LoopbackPlatform):
+@found_by("attention.decode")
+class WrongScale(Broken):
     """Decodes with a scale that is 5 % off."""
 
-    def get_attention_backends(self) -> dict[str, type | str]:
-        return {"loopback": _Unscaled}
+    class Attention(LoopbackAttention):
+        def forward_decode(self, q: torch.Tensor, *others: Any) -> torch.Tensor:
+            return super().forward_decode(q * 1.05, *others)
 
 
 # -- graphs -----------------------------------------------------------------------------------------------
 
 
-class ReplaysNothing(LoopbackPlatform):
+@found_by("graphs.replay", "graphs.decode_steps")
+class ReplaysNothing(Broken):
     """A replay that computes nothing."""
 
     class Graph(LoopbackGraph):
         def replay(self) -> None:
             return None
 
-    def create_graph(self) -> DeviceGraph:
-        return self.Graph()
 
-
-class ReplayAllocates(LoopbackPlatform):
+@found_by("graphs.memory")
+class ReplayAllocates(Broken):
     """Keeps the memory of every replay."""
 
     class Graph(LoopbackGraph):
@@ -341,18 +371,17 @@ class ReplayAllocates(LoopbackPlatform):
             self.kept.append(self._work())
             super().replay()
 
-    def create_graph(self) -> DeviceGraph:
-        return self.Graph()
 
-
-class CapturesInSecret(LoopbackPlatform):
+@found_by("graphs.capturing")
+class CapturesInSecret(Broken):
     """Does not report that it captures."""
 
     def is_capturing(self) -> bool:
         return False
 
 
-class GraphsDeclaredOnly(LoopbackPlatform):
+@found_by(*(f"graphs.{name}" for name in ("replay", "capturing", "memory", "decode_steps")))
+class GraphsDeclaredOnly(Broken):
     """Declares graphs, and has none."""
 
     def support_cuda_graph(self) -> bool:
@@ -365,42 +394,38 @@ class GraphsDeclaredOnly(LoopbackPlatform):
         return dict
 
 
-class _OnTheHost(LoopbackAttention):
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        super().init_forward_metadata(forward_batch)
-        if forward_batch.forward_mode.is_decode():  # the host's value at capture stays in the graph
-            positions = torch.arange(self._seen.shape[1])
-            self._seen = positions < torch.tensor(forward_batch.lengths)[:, None]
-
-
-class CapturesHostSizes(LoopbackPlatform):
+@found_by("graphs.decode_steps")
+class CapturesHostSizes(Broken):
     """Declares that its attention can be captured, but takes lengths from the host."""
 
-    def get_attention_backends(self) -> dict[str, type | str]:
-        return {"loopback": _OnTheHost}
+    class Attention(LoopbackAttention):
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            super().init_forward_metadata(forward_batch)
+            if forward_batch.forward_mode.is_decode():  # the host's value at capture stays in the graph
+                positions = torch.arange(self._seen.shape[1])
+                self._seen = positions < torch.tensor(forward_batch.lengths)[:, None]
 
 
-class _NotCapturable(LoopbackAttention):
-    capturable = False
-
-
-class NothingToCapture(LoopbackPlatform):
+@found_by("graphs.decode_steps")
+class NothingToCapture(Broken):
     """Declares graphs, and its attention cannot be captured."""
 
-    def get_attention_backends(self) -> dict[str, type | str]:
-        return {"loopback": _NotCapturable}
+    class Attention(LoopbackAttention):
+        capturable = False
 
 
 # -- capabilities -----------------------------------------------------------------------------------------
 
 
-class DeclaresTriton(LoopbackPlatform):
+@found_by("capabilities.triton")
+class DeclaresTriton(Broken):
     """Triton does not compile for it."""
 
     capabilities = dataclasses.replace(LoopbackPlatform.capabilities, supports_triton=True)
 
 
-class NoSuchCompiler(LoopbackPlatform):
+@found_by("capabilities.compiled")
+class NoSuchCompiler(Broken):
     """Names a compiler that does not exist."""
 
     def get_compile_backend(self, mode: str | None = None) -> str:
@@ -410,7 +435,8 @@ class NoSuchCompiler(LoopbackPlatform):
 # -- seeds, and what only processes of their own show -----------------------------------------------------
 
 
-class ForgetsSeed(LoopbackPlatform):
+@found_by("operations.seed")
+class ForgetsSeed(Broken):
     """Seeds nothing."""
 
     def seed_everything(self, seed: int | None = None) -> None:
@@ -430,52 +456,3 @@ class ManyFaults(NextSlot):
 
     def get_torch_distributed_backend_str(self) -> str:
         return "no_such_backend"
-
-
-#: A platform that generates wrong tokens does so with quantized weights, too.
-_WRITES = {"kv_pools.write", "kv_pools.clear"}
-#: Each fault, and the checks that find it, of the groups that need no other process.
-FAULTS: dict[type[LoopbackPlatform], set[str]] = {
-    NoFamily: {"identity.family"},
-    NoName: {"identity.names"},
-    OtherUuid: {"identity.uuid"},
-    NoDevice: {"setup.device"},
-    RecordsGradients: {"operations.inference_mode"},
-    LeavesVariable: {"operations.reindex"},
-    AcceptsQuantization: {"operations.quantization"},
-    StaysOnStream: {"operations.streams"},
-    EventNotRecorded: {"events.reached", "events.synchronize", "events.elapsed", "events.again"},
-    EventInSeconds: {"events.elapsed"},
-    EventAlwaysReached: {"events.unrecorded"},
-    EventKeepsFirst: {"events.again"},
-    DoesNotWait: {"events.synchronize", "events.elapsed", "events.again"},
-    ForgetsResidual: {"operators.rms_norm_residual"},
-    WritesInput: {"operators.silu_and_mul"},
-    PageZero: {"kv_pools.allocator", "graphs.decode_steps", "capabilities.compiled"},
-    NextPage: {"kv_pools.clear"},
-    ReadsPadding: {
-        *(f"attention.{name}" for name in ("decode", "chunks", "prompts", "mixed")),
-        "graphs.decode_steps",
-    },
-    WrongScale: {"attention.decode"},
-    ReplaysNothing: {"graphs.replay", "graphs.decode_steps"},
-    ReplayAllocates: {"graphs.memory"},
-    CapturesInSecret: {"graphs.capturing"},
-    GraphsDeclaredOnly: {
-        *(f"graphs.{name}" for name in ("replay", "capturing", "memory", "decode_steps")),
-    },
-    CapturesHostSizes: {"graphs.decode_steps"},
-    NothingToCapture: {"graphs.decode_steps"},
-    DeclaresTriton: {"capabilities.triton"},
-    NoSuchCompiler: {"capabilities.compiled"},
-    ForgetsSeed: {"operations.seed"},
-}
-#: A pool that is wrong shows in attention too: here the checks of pools alone.
-POOL_FAULTS: dict[type[LoopbackPlatform], set[str]] = {
-    WrongType: {"kv_pools.shape", *_WRITES},
-    NextSlot: {"kv_pools.write"},
-    ForgetsRotaryKey: {"kv_pools.mla"},
-    KeepsIndexKeys: {"kv_pools.dsa"},
-    Copies: _WRITES,
-    NoSuchPool: {"identity.classes", "kv_pools.shape", "kv_pools.allocator", *_WRITES},
-}
