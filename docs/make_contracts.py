@@ -53,8 +53,12 @@ DEVICE_ATTRIBUTES = (
 RUNNER = """`model_runner` has `req_to_token_pool.req_to_token`, int32 [rows, tokens], the slot of each
 token of a request, `token_to_kv_pool`, `device`, `dtype` and `page_size`. A class in these names alone runs
 in both engines. Batches of mixed steps are extended: a decoding request has one token. SGLang does not call
-`forward`. Attributes of the class, for the embedded engine: `kinds`, the kinds of pool that it reads, by
-default `frozenset({"mha"})`; `capturable = True` where a decode step can be captured: what changes from step
+`forward`. `kinds` are the kinds of pool that the class reads, by default `frozenset({"mha"})`. With "mla"
+among them, `q` has `tp_q_head_num` rows of `qk_head_dim = kv_lora_rank + qk_rope_head_dim` for each token,
+`k` the one row that the pool keeps and `v` its first `kv_lora_rank` numbers, in both engines and in prompts
+too: SGLang, which expands keys and values of prompts for every head, is told to leave them as they are.
+
+For the embedded engine alone: `capturable = True` where a decode step can be captured: what changes from step
 to step is read on the device only then (`req_pool_indices`, `seq_lens`); `reads_unwritten_slots = False`
 where it never reads a slot before a token is written there, so that pages are not cleared for it.
 """

@@ -80,12 +80,28 @@ def _layer(weights: Mapping[str, torch.Tensor], prefix: str, x: torch.Tensor) ->
         return value @ weights[f"{prefix}{name}.weight"].T
 
     normed = normalized(x, weights[f"{prefix}input_layernorm.weight"])
-    query, key, value = (
-        project(f"self_attn.{name}_proj", normed).view(len(x), -1, _HEAD_DIM) for name in "qkv"
-    )
+    query = project("self_attn.q_proj", normed).view(len(x), -1, _HEAD_DIM)
     positions = torch.arange(len(x))
-    attended = dense_attention(rotated(query, positions), rotated(key, positions), value, 0)
+    if f"{prefix}self_attn.kv_b_proj.weight" in weights:
+        plain, turning = query.unflatten(1, (-1, 2)).unbind(2)
+        row = project("self_attn.kv_a_proj_with_mqa", normed)
+        latent = normalized(row[:, :-_HEAD_DIM], weights[f"{prefix}self_attn.kv_a_layernorm.weight"])
+        heads = project("self_attn.kv_b_proj", latent).view(len(x), -1, 2 * _HEAD_DIM)
+        key, value = heads.chunk(2, -1)
+        # Its pairs are neighbours. That the others turn pairs of halves changes no product of two rows.
+        turned = rotated(_halves(row[:, None, -_HEAD_DIM:]), positions).expand_as(key)
+        query = torch.cat((plain, rotated(_halves(turning), positions)), -1)
+        key = torch.cat((key, turned), -1)
+    else:
+        key, value = (project(f"self_attn.{n}_proj", normed).view(len(x), -1, _HEAD_DIM) for n in "kv")
+        query, key = rotated(query, positions), rotated(key, positions)
+    attended = dense_attention(query, key, value, 0)
     x = x + project("self_attn.o_proj", attended.reshape(len(x), -1))
     normed = normalized(x, weights[f"{prefix}post_attention_layernorm.weight"])
     inner = gated(torch.cat((project("mlp.gate_proj", normed), project("mlp.up_proj", normed)), -1))
     return x + project("mlp.down_proj", inner)
+
+
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    """Reorder pairs of neighbours to pairs of halves."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), -1)

@@ -1,4 +1,4 @@
-"""A tiny random Llama as a Hugging Face folder, written without transformers."""
+"""A tiny random model as a Hugging Face folder, written without transformers: a Llama, or a Deepseek V2."""
 
 from __future__ import annotations
 
@@ -27,31 +27,70 @@ CONFIG = {
 }
 
 
+#: A model with latent keys and values, whose layers are dense.
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 16,
+    "first_k_dense_replace": 2,
+    "moe_layer_freq": 1,
+    # SGLang's rotation on CPUs is that of yarn alone, which with a factor of 1 changes nothing.
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
 def write_tiny_model(folder: Path, other_config: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
     """Write it to ``folder``; returns its weights under their Hugging Face names.
 
-    ``other_config``: changed values of the configuration.
+    ``other_config``: changed values of the configuration; LATENT for the other kind of model.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    weights = random_weights()
+    config = {**CONFIG, **(other_config or {})}
+    weights = random_weights(is_latent="kv_lora_rank" in config)
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **(other_config or {})}))
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(_byte_tokenizer())
     return weights
 
 
-def random_weights() -> dict[str, torch.Tensor]:
+def random_weights(*, is_latent: bool = False) -> dict[str, torch.Tensor]:
     """Return large weights, so that rounding does not decide which token is likeliest."""
     generator = torch.Generator().manual_seed(11)
-    hidden, inner, vocab = 64, 112, 256
+    hidden, inner, vocab, rank, rope = 64, 112, 256, 32, 16
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * 0.3
 
-    def norm() -> torch.Tensor:
-        return 1 + torch.randn(hidden, generator=generator) * 0.2
+    def norm(size: int = hidden) -> torch.Tensor:
+        return 1 + torch.randn(size, generator=generator) * 0.2
+
+    def attention() -> dict[str, torch.Tensor]:
+        if is_latent:
+            return {
+                "self_attn.q_proj": random(2 * hidden, hidden),
+                "self_attn.kv_a_proj_with_mqa": random(rank + rope, hidden),
+                "self_attn.kv_a_layernorm": norm(rank),
+                "self_attn.kv_b_proj": random(2 * hidden, rank),
+            }
+        return {
+            "self_attn.q_proj": random(hidden, hidden),
+            "self_attn.k_proj": random(hidden // 2, hidden),
+            "self_attn.v_proj": random(hidden // 2, hidden),
+        }
 
     weights = {"model.embed_tokens.weight": random(vocab, hidden), "lm_head.weight": random(vocab, hidden)}
     for layer in range(2):
@@ -59,9 +98,7 @@ def random_weights() -> dict[str, torch.Tensor]:
             f"model.layers.{layer}.{name}.weight": tensor
             for name, tensor in {
                 "input_layernorm": norm(),
-                "self_attn.q_proj": random(hidden, hidden),
-                "self_attn.k_proj": random(hidden // 2, hidden),
-                "self_attn.v_proj": random(hidden // 2, hidden),
+                **attention(),
                 "self_attn.o_proj": random(hidden, hidden),
                 "post_attention_layernorm": norm(),
                 "mlp.gate_proj": random(inner, hidden),

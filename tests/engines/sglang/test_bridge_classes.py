@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_aspects.engines.sglang.bridge import attention
 from sgl_aspects.engines.sglang.bridge.kv_cache import allocator_class, pool_class
 from sgl_aspects.engines.sglang.bridge.quantization import config_class
 from sgl_aspects.errors import PlatformError
@@ -145,3 +146,73 @@ def test_what_a_vendor_wrote_for_the_multimodal_engine_alone_goes_over(engine: E
     made: Any = bridged(AcmeImages)
     assert made.enable_dit_layerwise_offload_by_default()
     assert made().get_compile_options(3) == {"of": "int"}
+
+
+ATTENTION = """
+    class AttentionBackend:
+        def forward(self, *args): return self.forward_extend(*args)
+    """
+HANDLERS = """
+    import enum
+    AttnForwardMethod = enum.Enum("AttnForwardMethod", "MHA MLA")
+    class AttentionBackendRegistry:
+        handlers = {}
+        @classmethod
+        def register(cls, name, handler):
+            cls.handlers[name] = handler
+    """
+
+
+class Rows:
+    """A vendor's attention backend."""
+
+    def __init__(self, model_runner: Any) -> None:
+        self.sizes: list[int] = []
+
+    def init_forward_metadata(self, forward_batch: Any) -> None: ...
+
+    def forward_decode(self, *args: Any) -> Any: ...
+
+    def forward_extend(self, *args: Any) -> Any:
+        return args[0]
+
+
+class LatentRows(Rows):
+    kinds = frozenset({"mha", "mla"})
+
+
+class WithAttention(AcmePlatform):
+    def get_attention_backends(self) -> dict[str, type | str]:
+        return {"rows": Rows, "latent rows": LatentRows}
+
+
+def registries(engine: Engine) -> tuple[Any, Any]:
+    """SGLang's tables with a vendor's backends: those that make them, and how latent rows are computed."""
+    engine.write("sglang/srt/layers/attention/attention_registry.py", "ATTENTION_BACKENDS = {}")
+    engine.write("sglang/srt/layers/attention/base_attn_backend.py", ATTENTION)
+    handlers = "sglang.srt.models.deepseek_common.attention_backend_handler"
+    engine.write(f"{handlers.replace('.', '/')}.py", HANDLERS)
+    attention.register_when_loaded(WithAttention())
+    backends = engine.load("sglang.srt.layers.attention.attention_registry").ATTENTION_BACKENDS
+    return backends, engine.load(handlers)
+
+
+def test_an_attention_backend_has_the_pools_that_sglangs_models_take_from_it(engine: Engine) -> None:
+    backends, _ = registries(engine)
+    runner = SimpleNamespace(token_to_kv_pool="pool", req_to_token_pool="table", use_mla_backend=False)
+    made = backends["rows"](runner)
+    assert (made.token_to_kv_pool, made.req_to_token_pool, made.forward("q")) == ("pool", "table", "q")
+    runner.use_mla_backend = True
+    assert backends["latent rows"](runner).token_to_kv_pool == "pool"
+    with pytest.raises(
+        PlatformError, match=r"get_attention_backends\(\) names .*:Rows, whose kinds are mha, and .* kind mla"
+    ):
+        backends["rows"](runner)
+
+
+def test_prompts_of_a_model_with_latent_rows_are_not_expanded_for_a_vendors_backend(engine: Engine) -> None:
+    _, module = registries(engine)
+    handlers = module.AttentionBackendRegistry.handlers
+    chosen = {name: handler(object(), object()) for name, handler in handlers.items()}
+    latent = module.AttnForwardMethod.MLA
+    assert chosen == {"rows": latent, "latent rows": latent}

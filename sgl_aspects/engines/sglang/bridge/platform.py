@@ -24,6 +24,7 @@ from sgl_aspects import env
 from sgl_aspects.engines.sglang import operators
 from sgl_aspects.engines.sglang.bridge import attention, kv_cache, quantization
 from sgl_aspects.engines.sglang.bridge.multimodal import bridged_multimodal
+from sgl_aspects.engines.sglang.bridge.server_args import apply_defaults
 from sgl_aspects.errors import PlatformTypeError
 from sgl_aspects.platforms.answers import class_named, name_of
 from sgl_aspects.platforms.discovery import resolve_qualified_name
@@ -208,11 +209,11 @@ def _apply_server_args_defaults(self: Any, server_args: Any) -> None:
     """And the vendor's attention backend on devices that torch calls "cpu", for which SGLang has chosen its
     own before it asks a platform, unless the user chose one.
     """
-    self.platform.apply_server_args_defaults(server_args)
+    open_fields = apply_defaults(self.platform, server_args)
     if (
         self.platform.device_type == "cpu"
         and _is_vendors(self.platform_class, "get_default_attention_backend")
-        and getattr(server_args, "_raw_input", {}).get("attention_backend") is None
+        and "attention_backend" in open_fields
         and server_args.attention_backend in (None, "intel_amx", "torch_native")
     ):
         server_args.attention_backend = self.platform.get_default_attention_backend()

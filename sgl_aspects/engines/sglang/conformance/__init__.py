@@ -16,10 +16,10 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from sgl_aspects.conformance.check import Bench, BrokenPromiseError, Check, NotApplicableError, require
-from sgl_aspects.conformance.generation import prompts
-from sgl_aspects.conformance.reference_model import greedy_by_transformers, greedy_in_float64, largest_gap
-from sgl_aspects.conformance.tiny_model import write_tiny_model
-from sgl_aspects.platforms import current_platform_choice
+from sgl_aspects.conformance.generation import prompts, right_tokens
+from sgl_aspects.conformance.reference_model import largest_gap
+from sgl_aspects.conformance.tiny_model import LATENT, write_tiny_model
+from sgl_aspects.platforms import current_platform_choice, resolve_qualified_name
 
 GROUP = "sglang.srt.platforms"
 MULTIMODAL_GROUP = "sglang.multimodal_gen.platforms"
@@ -153,8 +153,22 @@ def allocator(bench: Bench) -> str:
     "real SGLang, no --device, to give the tokens of the reference",
 )
 def greedy(bench: Bench) -> str:
-    folder = bench.folder / "tiny-granite"
-    weights, given = write_tiny_model(folder, _GRANITE), prompts()
+    return _generate(bench, "tiny-granite", _GRANITE)
+
+
+@_check("get_attention_backends", "the tokens of the reference from a model with latent keys and values")
+def latent(bench: Bench) -> str:
+    platform = bench.platform
+    own = platform.get_attention_backends().get(platform.get_default_attention_backend())
+    kinds = getattr(None if own is None else resolve_qualified_name(own), "kinds", ())
+    if "mla" not in kinds:
+        raise NotApplicableError("no attention backend of the platform's own with 'mla' among its kinds")
+    return _generate(bench, "tiny-deepseek", LATENT)
+
+
+def _generate(bench: Bench, name: str, config: dict[str, Any]) -> str:
+    folder = bench.folder / name
+    weights, given = write_tiny_model(folder, config), prompts()
     file = folder / "prompts.json"
     file.write_text(json.dumps(given))
     # SGLang's kernels for devices of torch.cuda take half precision only.
@@ -167,10 +181,7 @@ def greedy(bench: Bench) -> str:
         gap = largest_gap(weights, given, found)
         require(gap <= _GAP, f"tokens at most {_GAP} standard deviations from the best", f"{gap:.3f}")
         return f"{len(given)} prompts × {TOKENS} tokens in {dtype}, {gap:.3f} from the best, by {backend}"
-    if bench.reference == "transformers":
-        right = greedy_by_transformers(folder, given, TOKENS)
-    else:
-        right = greedy_in_float64(weights, given, TOKENS)
+    right = right_tokens(bench, folder, weights, TOKENS)
     require(found == right, str(right), found)
     return f"{len(given)} prompts × {TOKENS} tokens, equal to {bench.reference}, by {backend}"
 
