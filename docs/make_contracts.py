@@ -27,6 +27,7 @@ from sgl_aspects.runtime.attention.layer import Attention
 from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.core import ForwardBatch
 from sgl_aspects.runtime.execution.graph_runner import GraphRunner
+from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.kv_cache import MHATokenPool, NSATokenPool, PagedAllocator
 from sgl_aspects.runtime.ops.quantization import LinearMethod, QuantizationConfig
 from sgl_aspects.runtime.server_args import ServerArgs
@@ -72,6 +73,38 @@ Kind `dsa` has these, too, in the embedded engine; for SGLang derive it from SGL
 ALLOCATOR = """The embedded engine passes `device="cpu"`: its scheduler decides on the host. SGLang passes
 the pool's device, frees a request's slots without the unused ones of its last page, and uses a platform's
 allocator where `--page-size` is more than 1.
+"""
+GRAPHS = """Called only where the platform's `support_cuda_graph()` is True, the attention backend is
+`capturable` and the user did not set `disable_graphs`. The engine's own, for platforms with `create_graph`,
+is `sgl_aspects.runtime.execution.graph_runner:GraphRunner`. `batch.forward_mode` is as above. The conformance
+kit fails a runner whose `replay` calls the model, or is never called. `model_runner` has `platform`,
+`server_args.max_running_requests`, and:
+"""
+GRAPH_RUNNER = """from functools import partial
+
+
+class AcmeGraphRunner:
+    def __init__(self, model_runner):
+        self.runner, self.platform = model_runner, model_runner.platform
+
+    def capture(self):
+        self.captured = {}
+        for size in range(1, self.runner.server_args.max_running_requests + 1):
+            inputs, graph = self.runner.decode_inputs(size), self.platform.create_graph()
+            with self.platform.inference_mode():
+                self.runner.decode(inputs)  # once before: libraries set themselves up outside the capture
+                self.platform.synchronize()
+                logits = graph.capture(partial(self.runner.decode, inputs))
+            self.captured[size] = inputs, graph, logits
+
+    def can_run(self, batch):
+        return batch.forward_mode.is_decode() and batch.batch_size in self.captured
+
+    def replay(self, batch):
+        inputs, graph, logits = self.captured[batch.batch_size]
+        self.runner.write_decode_inputs(batch, inputs)
+        graph.replay()
+        return logits
 """
 
 
@@ -124,6 +157,10 @@ def tables() -> str:
             "capture can_run replay",
             made="model_runner",
         ),
+        GRAPHS,
+        _rows(ModelRunner, "decode_inputs write_decode_inputs decode"),
+        "\nOne that works:\n",
+        f"```python\n{GRAPH_RUNNER}```\n",
         _table(
             "Event", "create_event", EMBEDDED, DeviceEvent, "record query synchronize elapsed_ms", made=""
         ),

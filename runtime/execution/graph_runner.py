@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sgl_aspects.platforms import DeviceGraph
-from sgl_aspects.runtime.core import Batch, ForwardBatch, ForwardMode
+from sgl_aspects.runtime.core import Batch, ForwardMode
 
 if TYPE_CHECKING:
     from sgl_aspects.runtime.execution.model_runner import ModelRunner
@@ -38,23 +38,15 @@ class GraphRunner:
         self._runner = model_runner
         self._platform = model_runner.platform
         self.sizes = capture_sizes(model_runner.server_args.max_running_requests)
-        largest = self.sizes[-1]
-        pinned = self._platform.is_pin_memory_available()
-        #: Token ids, positions and rows of the slots, one column a request. Two on the host, in turns:
-        #: the device may still read the one of the step before.
-        self._host_inputs = [torch.zeros(3, largest, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-        self._inputs = torch.zeros(3, largest, dtype=torch.int64, device=model_runner.device)
-        #: By size: the graph, and its logits [size, vocab_size], which each replay writes again.
-        self._captured: dict[int, tuple[DeviceGraph, torch.Tensor]] = {}
-
-    # -- capturing -----------------------------------------------------------------------------------
+        #: By size: the inputs, the graph, and its logits [size, vocab_size], which each replay writes again.
+        self._captured: dict[int, tuple[torch.Tensor, DeviceGraph, torch.Tensor]] = {}
 
     def capture(self) -> None:
-        """Capture every size, once the model is loaded and after each change of weights."""
+        """Called once the model is loaded and the cache made, and after each change of weights if
+        ``needs_graph_recapture()``: capture decode steps for the numbers of requests that are to be replayed.
+        """
         start = time.perf_counter()
         self._captured.clear()
-        self._inputs.zero_()
-        self._inputs[2] = self._runner.req_to_token_pool.padding_row
         for size in self.sizes[::-1]:  # the largest first: the smaller ones reuse its memory
             self._captured[size] = self.capture_size(size)
         logger.info(
@@ -64,61 +56,32 @@ class GraphRunner:
             time.perf_counter() - start,
         )
 
-    def capture_size(self, size: int) -> tuple[DeviceGraph, torch.Tensor]:
+    def capture_size(self, size: int) -> tuple[torch.Tensor, DeviceGraph, torch.Tensor]:
         """One graph of a decode step for ``size`` requests."""
+        inputs = self._runner.decode_inputs(size)
         with self._platform.inference_mode():
-            for _ in range(
-                2
-            ):  # libraries choose and compile their kernels at a first call, not while capturing
-                self._decode(size)
+            # Libraries choose and compile their kernels at a first call, not while capturing.
+            for _ in range(2):
+                self._runner.decode(inputs)
             self._platform.synchronize()
             graph = self._platform.create_graph()
-            return graph, graph.capture(lambda: self._decode(size))
-
-    def _decode(self, size: int) -> torch.Tensor:
-        """Compute logits [size, vocab_size] from the inputs: the captured work."""
-        runner = self._runner
-        token_ids, positions, rows = self._inputs[:, :size].unbind(0)
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            input_ids=token_ids,
-            positions=positions,
-            req_pool_indices=rows,
-            num_decodes=size,
-            num_new_tokens=[1] * size,
-            lengths=[runner.context_length] * size,  # the worst case: the real ones are on the device
-            attention_backend=runner.attention_backend,
-            req_to_token_pool=runner.req_to_token_pool,
-        )
-        return runner.compute_logits(batch)
-
-    # -- replaying -----------------------------------------------------------------------------------
+            return inputs, graph, graph.capture(lambda: self._runner.decode(inputs))
 
     def can_run(self, batch: Batch) -> bool:
-        """Return whether there is a graph for ``batch``: it only decodes, and is not too large."""
+        """Called before each step, once or several times, with ``batch.batch_size`` requests and
+        ``batch.forward_mode``: return whether there is a graph, which there may be for decode steps alone.
+        """
         return batch.forward_mode is ForwardMode.DECODE and batch.batch_size <= self.sizes[-1]
 
     def replay(self, batch: Batch) -> torch.Tensor:
-        """Replay: logits [batch_size, vocab_size], in memory that the next replay of this size overwrites."""
-        count = batch.batch_size
-        size = next(size for size in self.sizes if size >= count)
-        self._host_inputs.reverse()
-        host = self._host_inputs[0]
-        padding = [0] * (size - count)
-        ahead = 0 if batch.follows is None else 1  # the previous step's token is not counted yet
-        host[:, :size] = torch.tensor(
-            [
-                [req.last_token for req in batch.reqs] + padding,
-                [req.computed_tokens + ahead for req in batch.reqs] + padding,
-                [req.row for req in batch.reqs] + [self._runner.req_to_token_pool.padding_row] * len(padding),
-            ]
-        )
-        self._inputs.copy_(host, non_blocking=True)
-        if batch.follows is not None:
-            self._inputs[0, :count].copy_(batch.follows.on_device)
-        graph, logits = self._captured[size]
+        """Called in place of the step where ``can_run(batch)``: return logits [batch_size, vocab_size], which
+        are read before the next replay. The host does not wait.
+        """
+        size = next(size for size in self.sizes if size >= batch.batch_size)
+        inputs, graph, logits = self._captured[size]
+        self._runner.write_decode_inputs(batch, inputs)
         graph.replay()
-        return logits[:count]
+        return logits[: batch.batch_size]
 
 
 def capture_sizes(max_batch_size: int) -> list[int]:

@@ -16,7 +16,7 @@ from sgl_aspects.platforms.answers import answer_of, class_of, made_by, name_of
 from sgl_aspects.runtime.attention.base import AttentionBackend
 from sgl_aspects.runtime.attention.registry import choose_attention_backend
 from sgl_aspects.runtime.communicator import make_communicator
-from sgl_aspects.runtime.core import Batch, ForwardBatch, SampledTokens
+from sgl_aspects.runtime.core import Batch, ForwardBatch, ForwardMode, SampledTokens
 from sgl_aspects.runtime.dispatch import get_manager
 from sgl_aspects.runtime.kv_cache import KVCache, ReqToTokenPool, token_bytes
 from sgl_aspects.runtime.kv_cache.checks import check_allocator, check_pool
@@ -228,6 +228,7 @@ class ModelRunner:
     def init_graphs(self) -> None:
         """Make the platform's graph runner, with its graphs captured; None if there is nothing to capture."""
         self.graph_runner: Any = None
+        self._sent_inputs: list[torch.Tensor] = []
         if self.server_args.disable_graphs or not self.platform.support_cuda_graph():
             return
         for part in (self.attention_backend, self.model):
@@ -253,10 +254,58 @@ class ModelRunner:
             return self.compute_logits(ForwardBatch.of(batch, self.attention_backend, self.req_to_token_pool))
 
     def compute_logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run one step on the device: the part that a graph runner captures."""
+        """Run one step on the device."""
         self.attention_backend.init_forward_metadata(batch)
         logits: torch.Tensor = self.model(batch)
         return logits
+
+    # -- decode steps whose inputs stay where they are, for graph runners --------------------------------
+
+    def decode_inputs(self, size: int) -> torch.Tensor:
+        """Return inputs of a decode step for ``size`` requests, int64 [3, size] on the device: token ids,
+        positions, and rows of ``req_to_token``. All are padding, whose row is always empty.
+        """
+        inputs = torch.zeros(3, size, dtype=torch.int64, device=self.device)
+        inputs[2] = self.req_to_token_pool.padding_row
+        return inputs
+
+    def write_decode_inputs(self, batch: Batch, inputs: torch.Tensor) -> None:
+        """Write the requests of ``batch`` into ``inputs``, padding beyond them, without waiting."""
+        padding = [0] * (inputs.shape[1] - batch.batch_size)
+        ahead = 0 if batch.follows is None else 1  # the previous step's token is not counted yet
+        values = [
+            [req.last_token for req in batch.reqs] + padding,
+            [req.computed_tokens + ahead for req in batch.reqs] + padding,
+            [req.row for req in batch.reqs] + [self.req_to_token_pool.padding_row] * len(padding),
+        ]
+        pinned = self.platform.is_pin_memory_available()
+        host = torch.tensor(values, device="cpu", pin_memory=pinned)
+        # The device may still read those of the step before.
+        self._sent_inputs = [*self._sent_inputs[-1:], host]
+        inputs.copy_(host, non_blocking=True)
+        if batch.follows is not None:
+            inputs[0, : batch.batch_size].copy_(batch.follows.on_device)
+
+    def decode(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return logits [size, vocab_size] of the step with these inputs: the work to capture. Everything
+        that changes from step to step is read from ``inputs``, on the device.
+        """
+        token_ids, positions, rows = inputs.unbind(0)
+        size = len(token_ids)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            input_ids=token_ids,
+            positions=positions,
+            req_pool_indices=rows,
+            num_decodes=size,
+            num_new_tokens=[1] * size,
+            lengths=[self.context_length] * size,  # the worst case: the real ones are on the device
+            attention_backend=self.attention_backend,
+            req_to_token_pool=self.req_to_token_pool,
+        )
+        return self.compute_logits(batch)
+
+    # -- one step --------------------------------------------------------------------------------------
 
     def can_follow(self, batch: Batch) -> bool:
         """Return whether a step can begin before the host has the tokens of ``batch``, the previous step."""

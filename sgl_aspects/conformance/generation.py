@@ -36,7 +36,9 @@ def greedy(bench: Bench) -> str:
     return _generate(bench, "tiny-llama", {})
 
 
-@check(write="get_kv_pool_cls", expects="the tokens of the reference from a model with latent keys and values")
+@check(
+    write="get_kv_pool_cls", expects="the tokens of the reference from a model with latent keys and values"
+)
 def latent(bench: Bench) -> str:
     try:
         bench.platform.get_kv_pool_cls(kind="mla")

@@ -94,16 +94,22 @@ def decode_steps(bench: Bench) -> str:
         for part in (runner.attention_backend, runner.model):
             name = type(part).__name__
             require(part.capturable, "True: graphs are declared", "False", f"capturable of {name}")
-        replays = replaying.count_replays()
-        for number in range(2):
-            found = replaying.tokens()
-            method = "get_graph_runner_cls, create_graph, or the attention backend's decoding"
-            require(found == right, f"{right}", f"{found}, capture {number + 1}", method)
-            require(
-                bool(replays), "to be used for decode steps", "never called", "replay of the graph runner"
-            )
-            runner.weights_changed()
-    return f"{len(replays)} replays of batches of {', '.join(map(str, sorted(set(replays))))}"
+        with replaying.watched_replays() as replays:
+            for number in range(2):
+                found = replaying.tokens()
+                method = "get_graph_runner_cls, create_graph, or the attention backend's decoding"
+                require(found == right, f"{right}", f"{found}, capture {number + 1}", method)
+                method = "can_run, replay of the graph runner"
+                require(bool(replays.sizes), "decode steps to be replayed", "none", method)
+                require(
+                    replays.model_calls == 0,
+                    "a replay of what was captured",
+                    f"the model called {replays.model_calls} times in {len(replays.sizes)} steps",
+                    "replay of the graph runner",
+                )
+                runner.weights_changed()
+    sizes = ", ".join(map(str, sorted(set(replays.sizes))))
+    return f"{len(replays.sizes)} replays of batches of {sizes}"
 
 
 def _growth(bench: Bench, work: Callable[[], None], rounds: int) -> int:

@@ -6,9 +6,12 @@ import multiprocessing
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from sgl_aspects.platforms import DeviceGraph, current_platform
 from sgl_aspects.runtime.messages import TokenizedRequest
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.runtime.scheduling.scheduler import Scheduler
@@ -40,18 +43,50 @@ class Generating:
                 self._replies.recv()
         return [req.output_ids for req in reqs]
 
-    def count_replays(self) -> list[int]:
-        """Return a list to which the batch size of each replay is added from now on."""
-        runner: Any = self.scheduler.model_runner.graph_runner
-        found: list[int] = []
-        replay = runner.replay
+    @contextmanager
+    def watched_replays(self) -> Iterator[Replays]:
+        """Yield what the graph runner does from now on."""
+        found, model_runner = Replays(), self.scheduler.model_runner
+        runner: Any = model_runner.graph_runner
+        try:
+            graph_class = type(current_platform.create_graph())
+        except NotImplementedError:  # the runner has graphs of its own
+            graph_class = DeviceGraph
+        replay_step, replay_graph = runner.replay, graph_class.replay
 
-        def counted(batch: Any) -> Any:
-            found.append(batch.batch_size)
-            return replay(batch)
+        def step(batch: Any) -> Any:
+            found.sizes.append(batch.batch_size)
+            with found.counting(True):
+                return replay_step(batch)
 
-        runner.replay = counted
-        return found
+        def graph(self: Any) -> None:
+            with found.counting(False):  # an emulated device computes here
+                replay_graph(self)
+
+        hook = model_runner.model.register_forward_pre_hook(found.model_called)
+        with patch.object(graph_class, "replay", graph), patch.object(runner, "replay", step):
+            yield found
+        hook.remove()
+
+
+@dataclass
+class Replays:
+    #: The number of requests of each replayed step.
+    sizes: list[int] = field(default_factory=list)
+    #: How often the model was called for that, outside of a graph.
+    model_calls: int = 0
+    _counts: bool = False
+
+    @contextmanager
+    def counting(self, counts: bool) -> Iterator[None]:
+        before, self._counts = self._counts, counts
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    def model_called(self, *_: Any) -> None:
+        self.model_calls += self._counts
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from sgl_aspects.conformance.tiny_model import write_tiny_model
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import SRTPlatform, set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
-from tests.support.broken_platforms import FAULTS, POOL_FAULTS
+from tests.support.broken_platforms import FAULTS, POOL_FAULTS, HearsNoTensors, ScattersNothing
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +72,22 @@ def test_each_fault_is_found_by_its_check(make: type[LoopbackPlatform]) -> None:
 @pytest.mark.parametrize("make", POOL_FAULTS, ids=lambda make: make.__name__)
 def test_each_fault_of_a_pool_is_found_by_its_check(make: type[LoopbackPlatform]) -> None:
     assert failed(results(make(), ["identity", "kv_pools"])) == POOL_FAULTS[make]
+
+
+@pytest.mark.parametrize(
+    ("make", "method", "found"),
+    [
+        (ScattersNothing, "reduce_scatter", "[[10.0, 12.0], [14.0, 16.0]]"),
+        (HearsNoTensors, "send_tensor_dict, recv_tensor_dict", "OSError: link down"),
+    ],
+)
+def test_a_communicators_method_that_fails_is_named(
+    make: type[LoopbackPlatform], method: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", f"broken={make.__module__}:{make.__name__}")
+    (result,) = results(make(), ["distributed"]).values()
+    assert (result.status, result.write) == ("failed", f"{method} of the communicator")
+    assert result.detail == found
 
 
 def test_what_is_not_written_fails_with_the_name_of_the_method() -> None:

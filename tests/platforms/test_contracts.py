@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback_platform.platform import LoopbackPlatform
 
+from sgl_aspects.conformance import run_checks, selected_checks
+from sgl_aspects.platforms import set_current_platform
 from tests.support.page_package import PAGE, write_package
 
 ROOT = PAGE.parents[1]
@@ -44,3 +48,21 @@ def test_a_package_written_from_the_page_passes_the_kit(tmp_path: Path) -> None:
     assert found["capabilities.quantized"]["detail"] == "acme4"
     assert "AcmePool, AcmeAllocator, AcmeAttention" in found["identity.classes"]["detail"]
     assert found["generation.greedy"]["status"] == "passed"
+
+
+@pytest.mark.slow
+def test_a_graph_runner_written_from_the_page_is_used_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (PAGE.parent / "contracts" / "README.md").read_text()
+    (source,) = re.findall(r"```python\n(from functools.*?)```", page, re.DOTALL)
+    written: dict[str, Any] = {}
+    exec(source, written)
+
+    class Written(LoopbackPlatform):
+        def get_graph_runner_cls(self) -> Any:
+            return written["AcmeGraphRunner"]
+
+    set_current_platform(Written())
+    found = {result.name: result for result in run_checks(selected_checks(["graphs"]))}
+    set_current_platform(None)
+    assert {result.status for result in found.values()} == {"passed"}, found
+    assert "replays of batches of 1, 2, 3" in found["graphs.decode_steps"].detail

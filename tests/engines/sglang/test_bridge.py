@@ -150,7 +150,7 @@ def test_a_vendors_attention_comes_before_the_one_that_sglang_chooses_for_cpus(e
 def defaults(
     engine: Engine, platform: type[SRTPlatform], given: dict[str, Any] | None, **present: Any
 ) -> dict[str, Any]:
-    """SGLang's settings after those of the platform; ``given`` by the user, ``present`` before it is asked."""
+    """SGLang's settings after the platform's; ``given`` by the user, ``present`` by SGLang."""
     engine.write("sglang/srt/server_args.py", SERVER_ARGS)
     cls = engine.load("sglang.srt.server_args").ServerArgs
     args = cls(**{**(given or {}), **present})

@@ -71,7 +71,7 @@ def test_pools_that_sglang_cannot_use_are_found_and_others_run_with_the_vendors_
 
 def test_a_package_written_from_the_page_passes(tmp_path: Path) -> None:
     write_package(tmp_path / "site")
-    found = run_kit(tmp_path, "acme", "questions", "pools", "allocator", "greedy")
+    found = run_kit(tmp_path, "acme", "questions", "pools", "allocator", "greedy", "latent")
     assert [name for name, each in found.items() if each["status"] != "passed"] == [], found
     assert "mha: AcmePool" in found["sglang.pools"]["detail"]
     assert found["sglang.allocator"]["detail"] == "AcmeAllocator"

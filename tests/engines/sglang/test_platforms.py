@@ -28,9 +28,23 @@ def vendor_package(folder: Path) -> dict[str, str]:
         "vendors",
         "[sglang.srt.platforms]\n"
         "loopback = loopback_platform:activate_for_sglang\n"
-        "oot_cuda = vendors:activate\n",
+        "oot_cuda = vendors:activate\n"
+        "pages32 = vendors:activate_pages\n",
     )
-    (folder / "vendors.py").write_text("def activate():\n    return 'vendors_cuda.Cuda'\n")
+    (folder / "vendors.py").write_text(
+        "def activate():\n    return 'vendors_cuda.Cuda'\n"
+        "def activate_pages():\n    return 'vendors_pages.Pages'\n"
+    )
+    (folder / "vendors_pages.py").write_text(
+        "from sgl_aspects.platforms.cpu import CpuPlatform\n"
+        "from sgl_aspects.platforms.sglang_bridge import bridged\n"
+        "class Pages32(CpuPlatform):\n"
+        "    def apply_server_args_defaults(self, server_args):\n"
+        "        server_args.page_size = 32\n"
+        "        if 'chunked_prefill_size' in server_args.open_fields:\n"
+        "            server_args.chunked_prefill_size = 96\n"
+        "Pages = bridged(Pages32)\n"
+    )
     (folder / "vendors_cuda.py").write_text(
         "from sgl_aspects.platforms.cuda import CudaPlatform\n"
         "from sgl_aspects.platforms.sglang_bridge import bridged\n"
@@ -81,3 +95,29 @@ def test_a_bridge_to_cuda_names_the_device_and_sglangs_own_runner(tmp_path: Path
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["cuda", "DecodeCudaGraphRunner"]
+
+
+SETTINGS = """
+import sys
+from sglang.srt.server_args import prepare_server_args
+args = prepare_server_args(["--model-path", *sys.argv[1:]])
+args.resolve_once()
+print(args.resolved_dict()["page_size"], args.resolved_dict()["chunked_prefill_size"])
+"""
+
+
+def test_what_a_user_set_is_not_changed_by_a_platform_in_silence(tmp_path: Path) -> None:
+    environment = {**os.environ, "SGLANG_PLATFORM": "pages32", **vendor_package(tmp_path / "site")}
+    model = make_mini(tmp_path / "model")
+
+    def settings(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "ignore", "-c", SETTINGS, str(model), *words]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+
+    found = settings("--chunked-prefill-size", "64")
+    assert found.stdout.split()[-2:] == ["32", "64"], found.stderr
+    refused = settings("--page-size", "16")
+    assert refused.returncode != 0
+    assert "page_size=16: platform 'cpu' sets page_size=32" in refused.stderr
