@@ -9,7 +9,6 @@ anything is computed.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, needs
+from sgl_aspects.runtime.dispatch.types import needs
 
 #: Where Triton has a compiler for the device.
 DEVICE_TYPES = frozenset({"cuda", "xpu", "npu", "musa", "mlu"})
@@ -97,27 +96,17 @@ def fused_moe(
     )
 
 
-_SERVED: tuple[Callable[..., Any], ...] = (
-    silu_and_mul,
-    gelu_and_mul,
-    rms_norm,
-    gemma_rms_norm,
-    rotary_embedding,
-    topk,
-    fused_moe,
-)
-
-
 def register(registry: OpRegistry) -> None:
-    for function in _SERVED:
-        registry.register(
-            OpImpl(
-                function.__name__,
-                f"default.flaggems.{function.__name__}",
-                ImplKind.DEFAULT,
-                function,
-                supported_dtypes=_DTYPES,
-                device_types=DEVICE_TYPES,
-                is_available=available,
-            )
-        )
+    registry.register_functions(
+        "default.flaggems",
+        silu_and_mul,
+        gelu_and_mul,
+        rms_norm,
+        gemma_rms_norm,
+        rotary_embedding,
+        topk,
+        fused_moe,
+        supported_dtypes=_DTYPES,
+        device_types=DEVICE_TYPES,
+        is_available=available,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sgl_aspects.errors import ConfigError, OperatorError
@@ -59,6 +59,21 @@ class OpRegistry:
                 )
             self._impls[impl.op_name] = (*known, impl)
         self._changed()
+
+    def register_functions(self, origin: str, *functions: Callable[..., Any], **requirements: Any) -> None:
+        """Add implementations that are named after their operators.
+
+        ``origin`` begins their ids, with their kind: "vendor.acme"; ``requirements`` are fields of OpImpl.
+        """
+        kind, _, name = origin.partition(".")
+        vendor = name if kind == "vendor" else None
+        for function in functions:
+            op_name = function.__name__
+            self.register(
+                OpImpl(
+                    op_name, f"{origin}.{op_name}", ImplKind(kind), function, vendor=vendor, **requirements
+                )
+            )
 
     def unregister(self, op_name: str, impl_id: str) -> None:
         """Unregister an implementation. The reference cannot be."""

@@ -19,7 +19,7 @@ from sgl_aspects.runtime.communicator import make_communicator
 from sgl_aspects.runtime.core import Batch, ForwardBatch, ForwardMode, SampledTokens
 from sgl_aspects.runtime.dispatch import get_manager
 from sgl_aspects.runtime.kv_cache import KVCache, ReqToTokenPool, token_bytes
-from sgl_aspects.runtime.kv_cache.checks import check_allocator, check_pool
+from sgl_aspects.runtime.kv_cache.checks import make_allocator, make_pool
 from sgl_aspects.runtime.loader.architectures import model_class
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
 from sgl_aspects.runtime.loader.model_config import ModelConfig
@@ -152,33 +152,19 @@ class ModelRunner:
                 f"({args.mem_fraction})."
             )
         size = size // args.page_size * args.page_size
-        # With the keywords of SGLang: one stage has all layers, and memory is kept.
-        layers = config.num_layers
-        self.token_to_kv_pool = made_by(
-            self.platform.get_kv_pool_cls,
+        self.token_to_kv_pool = make_pool(
             pool_class,
+            self.platform.get_kv_pool_cls,
             size=size,
             page_size=args.page_size,
             dtype=self.dtype,
-            layer_num=layers,
             device=self.device,
-            enable_memory_saver=False,
-            start_layer=0,
-            end_layer=layers - 1,
+            layers=range(config.num_layers),
             **row,
         )
-        check_pool(
-            self.token_to_kv_pool,
-            self.platform.get_kv_pool_cls,
-            size + args.page_size,
-            self.dtype,
-            self.device,
-            range(layers),
-            **row,
-        )
-        allocator = made_by(
-            self.platform.get_paged_allocator_cls,
+        allocator = make_allocator(
             allocator_class,
+            self.platform.get_paged_allocator_cls,
             size,
             page_size=args.page_size,
             dtype=self.dtype,
@@ -186,7 +172,6 @@ class ModelRunner:
             kvcache=self.token_to_kv_pool,
             need_sort=False,
         )
-        check_allocator(allocator, self.platform.get_paged_allocator_cls, size, args.page_size)
         self.req_to_token_pool = ReqToTokenPool(
             args.max_running_requests, self.context_length, args.page_size, self.device
         )

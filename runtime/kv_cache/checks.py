@@ -1,4 +1,4 @@
-"""Checks of a platform's pool and allocator when an engine starts: a wrong one is an error that names it."""
+"""Makes a platform's pool and allocator, in both engines: a wrong one is an error that names it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,38 @@ import torch
 from torch import Tensor
 
 from sgl_aspects.errors import PlatformError, PlatformTypeError
-from sgl_aspects.platforms.answers import name_of
+from sgl_aspects.platforms.answers import made_by, name_of
 
 
-def check_pool(
-    pool: Any,
+def make_pool(
+    cls: type,
     factory: Callable[..., Any],
-    slots: int,
+    *,
+    size: int,
+    page_size: int,
     dtype: torch.dtype,
-    device: torch.device,
+    device: Any,
     layers: range,
     **row: int,
-) -> None:
-    """Raise PlatformTypeError if buffers differ from what the pool was made for.
+) -> Any:
+    """Make the pool that ``factory`` named, with SGLang's keywords; ``row``: the sizes of its kind.
 
-    ``slots`` are its tokens and the padding; ``row`` the sizes that the pool was made with.
+    Raises PlatformTypeError if its buffers differ from what it was made for.
     """
+    pool = made_by(
+        factory,
+        cls,
+        size=size,
+        page_size=page_size,
+        dtype=dtype,
+        layer_num=len(layers),
+        device=device,
+        enable_memory_saver=False,
+        start_layer=layers.start,
+        end_layer=layers.stop - 1,
+        **row,
+    )
+    slots, device = size + page_size, torch.device(device)
     if "head_num" in row:
         shapes = dict.fromkeys(("get_key_buffer", "get_value_buffer"), (row["head_num"], row["head_dim"]))
     else:
@@ -39,10 +55,16 @@ def check_pool(
             if found != ((slots, *shape), dtype, device.type):
                 needed = f"({slots}, {', '.join(map(str, shape))}), {dtype}, {device.type}"
                 _refuse(pool, factory, f"{method}({layer}) is {', '.join(map(str, found))}", needed)
+    return pool
 
 
-def check_allocator(allocator: Any, factory: Callable[..., Any], size: int, page_size: int) -> None:
-    """Allocate a page and free it. Raise PlatformTypeError for a wrong answer."""
+def make_allocator(cls: type, factory: Callable[..., Any], size: int, *, page_size: int, **given: Any) -> Any:
+    """Make the allocator that ``factory`` named, allocate a page and free it; ``given``: dtype, device,
+    kvcache, need_sort.
+
+    Raises PlatformTypeError for a wrong answer.
+    """
+    allocator = made_by(factory, cls, size, page_size=page_size, **given)
     free = _call(allocator, factory, "available_size")
     if free != size:
         _refuse(allocator, factory, f"available_size() returned {free!r} at first", f"{size}, all its tokens")
@@ -62,6 +84,7 @@ def check_allocator(allocator: Any, factory: Callable[..., Any], size: int, page
     after = _call(allocator, factory, "available_size")
     if after != size:
         _refuse(allocator, factory, f"available_size() returned {after!r} after free", f"{size} as before")
+    return allocator
 
 
 def _call(made: Any, factory: Callable[..., Any], method: str, *args: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,9 @@ class Generating:
         """Yield what the graph runner does from now on."""
         found, model_runner = Replays(), self.scheduler.model_runner
         runner: Any = model_runner.graph_runner
-        try:
+        graph_class: Any = DeviceGraph
+        with suppress(NotImplementedError):  # the runner may have graphs of its own
             graph_class = type(current_platform.create_graph())
-        except NotImplementedError:  # the runner has graphs of its own
-            graph_class = DeviceGraph
         replay_step, replay_graph = runner.replay, graph_class.replay
 
         def step(batch: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
 from sgl_aspects.conformance.operators import random_tensor
 from sgl_aspects.platforms import resolve_qualified_name
-from sgl_aspects.runtime.kv_cache.checks import check_pool
+from sgl_aspects.runtime.kv_cache import checks
 
 LAYERS, PAGE_SIZE, PAGES = 2, 4, 9
 SLOTS = (PAGES + 1) * PAGE_SIZE  # the requested size, and page 0
@@ -35,16 +35,15 @@ def make_pool(
     bench: Bench, dtype: torch.dtype, kind: str = "mha", pages: int = PAGES, layers: int = LAYERS, **rows: int
 ) -> Any:
     """A pool with ``pages`` that are handed out, and page 0 before them; ``rows`` as in ROWS."""
-    pool_class: Any = resolve_qualified_name(bench.platform.get_kv_pool_cls(kind=kind))
-    return pool_class(
+    factory = bench.platform.get_kv_pool_cls
+    return checks.make_pool(
+        resolve_qualified_name(factory(kind=kind)),
+        factory,
         size=pages * PAGE_SIZE,
         page_size=PAGE_SIZE,
         dtype=dtype,
-        layer_num=layers,
         device=bench.device,
-        enable_memory_saver=False,
-        start_layer=0,
-        end_layer=layers - 1,
+        layers=range(layers),
         **(rows or ROWS[kind]),
     )
 
@@ -64,8 +63,6 @@ def shape(bench: Bench, kind: str = "mha") -> str:
     for dtype in _DTYPES:
         pool = make_pool(bench, dtype, kind)
         require(getattr(pool, "dtype", None) == dtype, f"pool.dtype {dtype}", pool.dtype)
-        factory, layers = bench.platform.get_kv_pool_cls, range(LAYERS)
-        check_pool(pool, factory, SLOTS, dtype, bench.device, layers, **ROWS[kind])
     return f"{SLOTS} slots, {LAYERS} layers"
 
 
@@ -121,15 +118,15 @@ def clear(bench: Bench, kind: str = "mha") -> str:
 
 @check(write="get_paged_allocator_cls", expects="the slots of pages from 1, each once, all of them")
 def allocator(bench: Bench) -> str:
-    allocator_class: Any = resolve_qualified_name(bench.platform.get_paged_allocator_cls())
-    made = allocator_class(
-        PAGES * PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        dtype=_DTYPES[0],
-        device="cpu",
-        kvcache=make_pool(bench, _DTYPES[0]),
-        need_sort=False,
-    )
+    factory, pool = bench.platform.get_paged_allocator_cls, make_pool(bench, _DTYPES[0])
+    given = {
+        "page_size": PAGE_SIZE,
+        "dtype": pool.dtype,
+        "device": "cpu",
+        "kvcache": pool,
+        "need_sort": False,
+    }
+    made = checks.make_allocator(resolve_qualified_name(factory()), factory, PAGES * PAGE_SIZE, **given)
 
     def need(condition: bool, expected: str, found: object) -> None:
         require(condition, expected, found, "get_paged_allocator_cls")
@@ -145,7 +142,6 @@ def allocator(bench: Bench) -> str:
         return [first // PAGE_SIZE for first in found[::PAGE_SIZE]]
 
     full = PAGES * PAGE_SIZE
-    need(made.available_size() == full, f"{full} tokens free at first", made.available_size())
     first = alloc(2)
     everything = sorted([*first, *alloc(PAGES - 2)])
     need(everything == list(range(1, PAGES + 1)), f"pages 1 to {PAGES}, each once", everything)

@@ -83,7 +83,7 @@ def _layer(weights: Mapping[str, torch.Tensor], prefix: str, x: torch.Tensor) ->
     query = project("self_attn.q_proj", normed).view(len(x), -1, _HEAD_DIM)
     positions = torch.arange(len(x))
     if f"{prefix}self_attn.kv_b_proj.weight" in weights:
-        plain, turning = query.unflatten(1, (-1, 2)).unbind(2)
+        plain, turning = query.view(len(x), -1, 2, _HEAD_DIM).unbind(2)
         row = project("self_attn.kv_a_proj_with_mqa", normed)
         latent = normalized(row[:, :-_HEAD_DIM], weights[f"{prefix}self_attn.kv_a_layernorm.weight"])
         heads = project("self_attn.kv_b_proj", latent).view(len(x), -1, 2 * _HEAD_DIM)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, needs
+from sgl_aspects.runtime.dispatch.types import needs
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -54,16 +54,13 @@ def rotary_embedding(
 
 
 def register(registry: OpRegistry) -> None:
-    for function in (silu_and_mul, gelu_and_mul, rms_norm, rotary_embedding):
-        registry.register(
-            OpImpl(
-                function.__name__,
-                f"vendor.ascend.{function.__name__}",
-                ImplKind.VENDOR,
-                function,
-                vendor="ascend",
-                supported_dtypes=_FLOATS,
-                device_types=frozenset({"npu"}),
-                is_available=needs("torch_npu"),
-            )
-        )
+    registry.register_functions(
+        "vendor.ascend",
+        silu_and_mul,
+        gelu_and_mul,
+        rms_norm,
+        rotary_embedding,
+        supported_dtypes=_FLOATS,
+        device_types=("npu",),
+        is_available=needs("torch_npu"),
+    )

@@ -7,9 +7,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, on_platform
+from sgl_aspects.runtime.dispatch.types import on_platform
 
-VENDOR = "cpu"
 #: oneDNN's layout depends on a number of rows; the one for 8 was within noise of the fastest from 1 to 64.
 _PACKED_FOR_ROWS = 8
 
@@ -52,14 +51,4 @@ def _can_pack(weight: Tensor) -> bool:
 
 
 def register(registry: OpRegistry) -> None:
-    registry.register(
-        OpImpl(
-            "linear",
-            "vendor.cpu.linear",
-            ImplKind.VENDOR,
-            linear,
-            vendor=VENDOR,
-            is_available=on_platform(VENDOR),
-            prepare=pack,
-        )
-    )
+    registry.register_functions("vendor.cpu", linear, is_available=on_platform("cpu"), prepare=pack)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from sgl_aspects.errors import UnsupportedCallError
 from sgl_aspects.runtime.dispatch.registry import OpRegistry
-from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl, needs, on_platform
+from sgl_aspects.runtime.dispatch.types import needs, on_platform
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
@@ -73,35 +72,9 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def register(registry: OpRegistry) -> None:
-    registry.register(
-        OpImpl(
-            "embedding",
-            "vendor.cuda.embedding",
-            ImplKind.VENDOR,
-            embedding,
-            vendor="cuda",
-            device_types=frozenset({"cuda"}),
-            is_available=on_platform("cuda"),
-        )
-    )
-    served: dict[Callable[..., Any], frozenset[torch.dtype]] = {
-        silu_and_mul: _HALVES,
-        gelu_and_mul: _HALVES,
-        rms_norm: _HALVES,
-        gemma_rms_norm: _HALVES,
-        topk: _HALVES | {torch.float32},
-    }
-    for function, dtypes in served.items():
-        registry.register(
-            OpImpl(
-                function.__name__,
-                f"vendor.cuda.{function.__name__}",
-                ImplKind.VENDOR,
-                function,
-                vendor="cuda",
-                supported_dtypes=dtypes,
-                device_types=frozenset({"cuda"}),
-                min_arch=(8, 0),
-                is_available=needs("sgl_kernel", "sgl-kernel"),
-            )
-        )
+    here: dict[str, Any] = {"device_types": ("cuda",)}
+    registry.register_functions("vendor.cuda", embedding, is_available=on_platform("cuda"), **here)
+    here |= {"min_arch": (8, 0), "is_available": needs("sgl_kernel", "sgl-kernel")}
+    activations_and_norms = silu_and_mul, gelu_and_mul, rms_norm, gemma_rms_norm
+    registry.register_functions("vendor.cuda", *activations_and_norms, supported_dtypes=_HALVES, **here)
+    registry.register_functions("vendor.cuda", topk, supported_dtypes=_HALVES | {torch.float32}, **here)

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from sgl_aspects.errors import PlatformError
-from sgl_aspects.platforms.answers import made_by, name_of
+from sgl_aspects.platforms.answers import name_of
 
 _POOLS = "sglang.srt.mem_cache.memory_pool"
 _BASES = {"mha": "MHATokenToKVPool", "mla": "MLATokenToKVPool", "dsa": "DSATokenToKVPool"}
 _ALLOCATORS = "sglang.srt.mem_cache.allocator"
-#: What a pool is made with, beside the sizes of a row.
-_PAGES = ("size", "page_size", "dtype", "layer_num", "device", "start_layer")
+#: What a pool is made with, beside its layers and the sizes of a row.
+_PAGES = ("size", "page_size", "dtype", "device")
 
 
 def pool_class(vendors: type, kind: str, method: Callable[..., Any]) -> type:
@@ -72,20 +72,17 @@ class _Pool(_Adapter):
     #: The method of SGLang's pool that makes its buffers.
     seam: ClassVar[str]
     row: ClassVar[tuple[str, ...]]
+    start_layer: int
+    layer_num: int
 
     def make(self) -> tuple[list[Any], list[Any]]:
         """Make the vendor's pool; return its buffers of keys and of values by layer, which SGLang reads."""
-        import torch
+        from sgl_aspects.runtime.kv_cache.checks import make_pool
 
-        from sgl_aspects.runtime.kv_cache.checks import check_pool
-
-        row = {name: getattr(self, name) for name in self.row}
-        pages = {name: getattr(self, name) for name in _PAGES}
-        layers = range(pages["start_layer"], pages["start_layer"] + pages["layer_num"])
-        pages["end_layer"] = layers.stop - 1  # SGLang's is one more for the last stage of a pipeline
-        own = self.own = made_by(self.factory, self.vendors, **pages, **row, enable_memory_saver=False)
-        slots, device = pages["size"] + pages["page_size"], torch.device(pages["device"])
-        check_pool(own, self.factory, slots, pages["dtype"], device, layers, **row)
+        given = {name: getattr(self, name) for name in (*_PAGES, *self.row)}
+        # SGLang's last layer is one more for the last stage of a pipeline.
+        layers = range(self.start_layer, self.start_layer + self.layer_num)
+        own = self.own = make_pool(self.vendors, self.factory, layers=layers, **given)
         keys = [own.get_key_buffer(layer) for layer in layers]
         return keys, [own.get_value_buffer(layer) for layer in layers]
 
@@ -169,13 +166,13 @@ class _Allocator(_Adapter):
     def __init__(
         self, size: int, page_size: int, dtype: Any, device: Any, kvcache: Any, need_sort: bool
     ) -> None:
-        from sgl_aspects.runtime.kv_cache.checks import check_allocator
+        from sgl_aspects.runtime.kv_cache.checks import make_allocator
 
         given = {"dtype": dtype, "device": device, "kvcache": kvcache, "need_sort": need_sort}
         super().__init__(size, page_size, **given)  # type: ignore[call-arg]  # SGLang's
         self.page_size, self.num_pages = page_size, size // page_size
-        self.own = made_by(self.factory, self.vendors, size, page_size=page_size, **given)
-        check_allocator(self.own, self.factory, self.num_pages * page_size, page_size)
+        size = self.num_pages * page_size
+        self.own = make_allocator(self.vendors, self.factory, size, page_size=page_size, **given)
 
     def available_size(self) -> int:
         free: int = self.own.available_size()
