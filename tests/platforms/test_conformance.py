@@ -22,7 +22,8 @@ from sgl_aspects.conformance.tiny_model import write_tiny_model
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import SRTPlatform, set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
-from tests.support.broken_platforms import FAULTS, POOL_FAULTS, HearsNoTensors, ScattersNothing
+from tests.support.broken_platforms import FAULTS, POOL_FAULTS
+from tests.support.broken_runners import HearsNoTensors, ScattersNothing
 
 pytestmark = pytest.mark.slow
 

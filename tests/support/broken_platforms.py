@@ -19,9 +19,6 @@ from loopback_platform.platform import LoopbackPlatform
 from loopback_platform.streams import LoopbackEvent, LoopbackStream
 
 from sgl_aspects.platforms import DeviceEvent, DeviceGraph, PlatformEnum
-from sgl_aspects.runtime.communicator import TorchCommunicator
-from sgl_aspects.runtime.core import ForwardBatch
-from sgl_aspects.runtime.execution.graph_runner import GraphRunner
 from sgl_aspects.runtime.kv_cache import MLATokenPool, NSATokenPool, PagedAllocator
 from sgl_aspects.runtime.ops import Operator, RMSNorm, SiluAndMul
 
@@ -417,34 +414,6 @@ class NothingToCapture(Broken):
         capturable = False
 
 
-@found_by("graphs.decode_steps")
-class ComputesOnTheHost(Broken):
-    """Its graph runner captures, and then computes each step as if there were no graph."""
-
-    def get_graph_runner_cls(self) -> type | str:
-        return _Eager
-
-
-class _Eager(GraphRunner):
-    def replay(self, batch: Any) -> torch.Tensor:
-        runner = self._runner
-        step = ForwardBatch.of(batch, runner.attention_backend, runner.req_to_token_pool)
-        return runner.compute_logits(step)
-
-
-@found_by("graphs.decode_steps")
-class ReplaysNoStep(Broken):
-    """Its graph runner has a graph for no batch."""
-
-    def get_graph_runner_cls(self) -> type | str:
-        return _RunsNothing
-
-
-class _RunsNothing(GraphRunner):
-    def can_run(self, batch: Any) -> bool:
-        return False
-
-
 # -- capabilities -----------------------------------------------------------------------------------------
 
 
@@ -472,30 +441,6 @@ class ForgetsSeed(Broken):
 
     def seed_everything(self, seed: int | None = None) -> None:
         return None
-
-
-class ScattersNothing(LoopbackPlatform):
-    """Its reduce_scatter leaves the whole sum on each rank."""
-
-    def get_communicator_class(self) -> type | str:
-        return _NoScatter
-
-
-class _NoScatter(TorchCommunicator):
-    def reduce_scatter(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        return self.all_reduce(x)
-
-
-class HearsNoTensors(LoopbackPlatform):
-    """One rank fails while the other sends."""
-
-    def get_communicator_class(self) -> type | str:
-        return _Deaf
-
-
-class _Deaf(TorchCommunicator):
-    def recv_tensor_dict(self, source: int) -> dict[str, Any]:
-        raise OSError("link down")
 
 
 class ManyFaults(NextSlot):
