@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from sgl_aspects.run.collector import collector_state
 from sgl_aspects.tracing.collect.reader import RingReader
@@ -33,6 +39,20 @@ def kill_collector_for_good(session: TraceSession) -> None:
     """Kill it: it is restarted once; afterwards the run has none."""
     kill_collector(session)
     _kill(session)
+
+
+@contextmanager
+def started_again(session: TraceSession, **variables: str) -> Iterator[dict[str, Any]]:
+    """A collector that is started for the run by hand. After the block the run has ended: its summary."""
+    command = [sys.executable, "-m", "sgl_aspects.collector", session.run_folder]
+    environment = {**session.settings.collector_environment(), **variables}
+    summary: dict[str, Any] = {}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as collector:
+        yield summary
+        Path(session.run_folder, "closing").touch()
+        assert collector.stdout is not None
+        summary |= json.loads(collector.stdout.read())
+    assert collector.returncode == 0
 
 
 def _kill(session: TraceSession) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from sgl_aspects.tracing import TraceSession, attach
 from sgl_aspects.tracing.record import format as ring_format
 from sgl_aspects.tracing.records import SpanType
 from tests.support import workers
-from tests.support.collectors import kill_collector_for_good
+from tests.support.collectors import kill_collector_for_good, started_again
 from tests.support.otlp_receiver import backend, spans_of
 from tests.support.processes import wait_until
 from tests.support.rings import written_until_killed
@@ -194,7 +193,6 @@ def test_collectors_that_are_killed_again_and_again(tmp_path: Path) -> None:
     writer = threading.Thread(target=record, daemon=True)
     writer.start()
     kill_collector_for_good(session)
-    summaries = []
     for _ in range(4):
         with start_collector(session) as again:
             seen = size_of(file)
@@ -202,17 +200,13 @@ def test_collectors_that_are_killed_again_and_again(tmp_path: Path) -> None:
                 wait_until(lambda seen=seen: size_of(file) > seen)  # type: ignore[misc]
             finally:
                 again.kill()
-    with start_collector(session) as last:
+    with started_again(session, OTEL_BSP_SCHEDULE_DELAY="200") as summary:
         time.sleep(0.5)
         stop.set()
         writer.join()
-        Path(session.run_folder, "closing").touch()
-        assert last.wait(60) == 0
-        assert last.stdout is not None
-        summaries.append(json.loads(last.stdout.read()))
     session.close()
     ids = {span.span_id for span in exported(file)}
-    assert (len(ids), summaries[0]["dropped"], summaries[0]["damaged"]) == (recorded, 0, 0)
+    assert (len(ids), summary["dropped"], summary["damaged"]) == (recorded, 0, 0)
 
 
 def size_of(file: Path) -> int:

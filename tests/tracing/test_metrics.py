@@ -25,7 +25,7 @@ from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSen
 from sgl_aspects.tracing.schema import REQUEST, STEP
 from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
-from tests.support.collectors import has_delivered, kill_collector_for_good
+from tests.support.collectors import has_delivered, kill_collector_for_good, started_again
 from tests.support.otlp_receiver import Point, Receiver, grpc_receiver, http_receiver
 from tests.support.processes import free_port, wait_until
 from tests.support.sessions import run_scheduler
@@ -245,21 +245,12 @@ def test_a_collector_started_again_counts_nothing_twice(
         kill_collector_for_good(session)
         wait_until(lambda: page(port) == "")
         record_request(session, tokens=2)
-        again = subprocess.Popen(
-            [sys.executable, "-m", "sgl_aspects.collector", session.run_folder],
-            env={
-                **os.environ,
-                "SGL_ASPECTS_TRACE": "off",
-                "SGL_ASPECTS_TRACE_FILE": str(tmp_path / "traces.jsonl"),
-            },
-            stdout=subprocess.DEVNULL,
-        )
-        # The gauges are known again from what is still in the ring; what was counted is not counted again.
-        wait_until(lambda: shown(port, "sgl_aspects_queue_running") == 2)
-        wait_until(lambda: shown(port, "gen_ai_server_request_duration_seconds_count") == 1)
-        assert shown(port, "sgl_aspects_tokens_total") == 12
-        assert shown(port, "sgl_aspects_step_duration_seconds_count") in (None, 0)
-    again.wait(60)
+        with started_again(session):
+            # The gauges are known again from what is in the ring; what was counted is not counted again.
+            wait_until(lambda: shown(port, "sgl_aspects_queue_running") == 2)
+            wait_until(lambda: shown(port, "gen_ai_server_request_duration_seconds_count") == 1)
+            assert shown(port, "sgl_aspects_tokens_total") == 12
+            assert shown(port, "sgl_aspects_step_duration_seconds_count") in (None, 0)
 
 
 def test_drops_are_counted_once_over_restarts(tmp_path: Path) -> None:

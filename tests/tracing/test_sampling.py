@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +23,7 @@ from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanEnd, Span
 from sgl_aspects.tracing.sampling import Sampler, sampler_from_environment
 from sgl_aspects.tracing.schema import REQUEST
 from sgl_aspects.tracing.settings import TraceSettings
-from tests.support.collectors import kill_collector_for_good
+from tests.support.collectors import kill_collector_for_good, started_again
 from tests.support.memory_recorder import Memory
 from tests.support.otlp_receiver import Receiver, below, spans_of
 from tests.support.processes import wait_until
@@ -272,15 +269,9 @@ def test_a_collector_that_comes_anew_keeps_whole_traces(tmp_path: Path) -> None:
     begin(session, "seen")()
     wait_until(lambda: file.exists() and '"seen"' in file.read_text())
     kill_collector_for_good(session)
-    command = [sys.executable, "-m", "sgl_aspects.collector", session.run_folder]
-    environment = session.settings.collector_environment()
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as again:
+    with started_again(session) as summary:
         request = failing("abort")
         well()
-        Path(session.run_folder, "closing").touch()
-        assert again.wait(60) == 0
-        assert again.stdout is not None
-        summary = json.loads(again.stdout.read())
     session.close()
     spans = [span for message in read_file(file) for span in spans_of(message)]
     assert below(spans, request) == ["decode", "queue"]
