@@ -24,7 +24,7 @@ from tests.support.processes import free_port
 GRAFANA = Path(__file__).resolve().parents[2] / "docs" / "grafana"
 ALERTS = GRAFANA / "alerts.yml"
 # Variables of the dashboard's queries, which Grafana fills in.
-VARIABLES = {"$__rate_interval": "30s", "$model": ".*", "$instance": ".*"}
+VARIABLES = {"$__rate_interval": "30s", "$model": ".*", "$instance": ".*", "$tenant": ".*"}
 # What a run in which all is well has no samples of.
 MAY_BE_EMPTY = ("dropped_total",)
 LABELS = {"gen_ai_request_model", "gen_ai_token_type", "sgl_aspects_forward_mode", "sgl_aspects_exporter"}
@@ -114,8 +114,13 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         f"--web.listen-address=127.0.0.1:{own_port}",
     ]
     url = f"http://127.0.0.1:{own_port}"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SGL_ASPECTS_TRACE_TARGET_TTFT", "100")
+        traced = attach(
+            level=2, exporters=["otlp-json-file"], file=str(folder / "spans.jsonl"), prometheus=port
+        )
     with (
-        attach(level=2, exporters=["otlp-json-file"], file=str(folder / "spans.jsonl"), prometheus=port),
+        traced,
         Engine(model_path=folder / "model") as engine,
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server,
     ):
