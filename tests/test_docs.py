@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from sgl_aspects.cli.main import COMMANDS
-from tests.support.processes import free_port
+from tests.support.pages import blocks, run_script
+from tests.support.tree import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     [
         ROOT / "README.md",
@@ -28,44 +26,8 @@ PAGES = sorted(
     ]
 )
 LONGEST_LINE = 140
-# `sgl-aspects`, which finds the only run of the machine. Where the tests of others run beside this one, it is
-# given: the run of a process in this folder.
-WRAPPER = """#!/bin/sh
-case "$1 $*" in
-"control "*|"dump "*|"top "*|"report report -o"*)
-    for ring in /dev/shm/sgl-aspects-*/*.ring; do
-        process=${ring##*/}
-        if [ "$(readlink /proc/${process%%-*}/cwd)" = "$PWD" ]; then run=${ring%/*}; fi
-    done
-    command=$1; shift
-    if [ "$command" = report ]; then set -- "$run" "$@"; else set -- --run "$run" "$@"; fi
-    set -- "$command" "$@" ;;
-esac
-exec PYTHON -m sgl_aspects "$@"
-"""
 # Pages whose shell blocks are run, all of a page in one shell.
 RUN = ("quickstart.md", "operating.md")
-
-
-class Block(NamedTuple):
-    page: Path
-    line: int
-    language: str
-    text: str
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    lines = page.read_text().splitlines()
-    start = None
-    for number, line in enumerate(lines):
-        if line.strip().startswith("```"):
-            if start is None:
-                start = number
-            else:
-                text = "\n".join(lines[start + 1 : number]) + "\n"
-                yield Block(page, start + 2, lines[start].strip()[3:], text)
-                start = None
-    assert start is None, f"{page}: a code block has no end"
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:
@@ -173,41 +135,9 @@ def test_every_command_of_a_guide_runs(name: str, tmp_path: Path) -> None:
     from tests.support.tiny_models import make_llama
 
     make_llama(tmp_path / "model")
-    page = ROOT / "docs" / name
-    script = "".join(block.text for block in blocks(page) if block.language == "bash")
+    script = "".join(block.text for block in blocks(ROOT / "docs" / name) if block.language == "bash")
     assert script.count("\n") > 10
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for tool, text in {"sgl-aspects": WRAPPER, "python": '#!/bin/sh\nexec PYTHON "$@"\n'}.items():
-        (tools / tool).write_text(text.replace("PYTHON", sys.executable))
-        (tools / tool).chmod(0o755)
-    port = free_port()
-    folder = tmp_path / "work"
-    folder.mkdir()
-    environment = {key: text for key, text in os.environ.items() if not key.startswith(("OTEL_", "SGL"))}
-    done = subprocess.run(
-        [
-            "bash",
-            "-euo",
-            "pipefail",
-            "-c",
-            "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n" + script.replace("8000", str(port)),
-        ],
-        cwd=folder,
-        env=environment
-        | {
-            "PATH": f"{tools}:{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
-            "MODEL": str(tmp_path / "model"),
-            "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(tmp_path),
-            "TERM": "dumb",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        start_new_session=True,
-    )
+    done = run_script(script, tmp_path, MODEL=str(tmp_path / "model"))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(
         r"^report\.html: [1-9]\d* requests?,|^requests\.html: 3 requests", done.stdout, re.MULTILINE
