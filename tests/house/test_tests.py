@@ -17,7 +17,7 @@ LONGER = {
     "runtime/test_scheduler.py": 432,
     "runtime/test_server.py": 450,
     "support/broken_platforms.py": 458,
-    "support/sglang_registry_cases.py": 774,
+    "support/sglang_registry_cases.py": 702,
     "tracing/test_collector.py": 426,
     "tracing/test_current.py": 455,
     "tracing/test_engine.py": 436,

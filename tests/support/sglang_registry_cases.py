@@ -68,6 +68,42 @@ def hook(target: str, *hooks: tuple[HookType, Any]) -> None:
     HookRegistry.apply_hooks()
 
 
+def hooked(*hooks: tuple[HookType, Any], f: Any = double) -> Any:
+    """A new module, whose function ``f`` has these hooks."""
+    made, name = module(f=fresh(f))
+    hook(f"{name}.f", *hooks)
+    return made
+
+
+def a_class() -> Any:
+    """A new class with members of every kind."""
+
+    class Thing:
+        class Inner:
+            def method(self) -> list[Any]:
+                return ["inner"]
+
+        def method(self, x: Any = 0) -> list[Any]:
+            return ["method", x]
+
+        @classmethod
+        def of_class(cls, x: Any) -> list[Any]:
+            return [cls.__name__, x]
+
+        @staticmethod
+        def static(x: Any) -> list[Any]:
+            return ["static", x]
+
+        def __call__(self, x: Any) -> list[Any]:
+            return ["call", x]
+
+    return Thing
+
+
+def derived(base: Any, **members: Any) -> Any:
+    return type("Derived", (base,), members)
+
+
 def plus(number: Any) -> Any:
     def around(original_fn: Any, *args: Any, **kwargs: Any) -> Any:
         return original_fn(*args, **kwargs) + number
@@ -100,8 +136,7 @@ def each_kind_alone() -> Any:
         (REPLACE, lambda x: 100 * x),
         (REPLACE, lambda *args, **kwargs: [args, kwargs]),
     ):
-        made, name = module(f=fresh())
-        hook(f"{name}.f", (kind, one))
+        made = hooked((kind, one))
         found.append(made.f(3))
     return found
 
@@ -131,8 +166,7 @@ def hooks_get_the_arguments_as_they_were_written() -> Any:
         (AFTER, lambda result, *a, **k: note(*a, **k)),
         (REPLACE, note),
     ):
-        made, name = module(f=fresh())
-        hook(f"{name}.f", (kind, one))
+        made = hooked((kind, one))
         for args, kwargs in (
             ((1,), {}),
             ((1, 2), {}),
@@ -146,19 +180,16 @@ def hooks_get_the_arguments_as_they_were_written() -> Any:
 
 @case
 def a_hook_may_take_what_its_target_does_not() -> Any:
-    made, name = module(f=fresh())
-
     def around(original_fn: Any, *args: Any, extra: int = 0, **kwargs: Any) -> Any:
         return original_fn(*args[:1], **kwargs) + extra
 
-    hook(f"{name}.f", (AROUND, around))
+    made = hooked((AROUND, around))
     return [made.f(1, extra=5), made.f(1, 2, 3, 4)]
 
 
 @case
 def wrong_calls_raise() -> Any:
-    made, name = module(f=fresh())
-    hook(f"{name}.f", (AROUND, plus(1)))
+    made = hooked((AROUND, plus(1)))
     return [attempt(made.f), attempt(made.f, 1, 2, 3), attempt(made.f, 1, nothing=2)]
 
 
@@ -169,8 +200,7 @@ def what_hooks_raise_gets_through() -> Any:
 
     found = []
     for kind in (AROUND, BEFORE, AFTER, REPLACE):
-        made, name = module(f=fresh())
-        hook(f"{name}.f", (kind, fails))
+        made = hooked((kind, fails))
         found.append(attempt(made.f, 1))
     return found
 
@@ -182,8 +212,7 @@ def what_the_target_raises_gets_through() -> Any:
     def broken(x: Any) -> Any:
         raise ZeroDivisionError
 
-    made, name = module(f=fresh(broken))
-    hook(f"{name}.f", (AFTER, lambda result, x: seen.append(result)), (BEFORE, lambda x: None))
+    made = hooked((AFTER, lambda result, x: seen.append(result)), (BEFORE, lambda x: None), f=broken)
     return [attempt(made.f, 1), seen]
 
 
@@ -201,8 +230,7 @@ def callables_of_every_kind_are_hooks() -> Any:
 
     found = []
     for one in (Instance(), Instance().method, functools.partial(with_number, 3)):
-        made, name = module(f=fresh())
-        hook(f"{name}.f", (AROUND, one))
+        made = hooked((AROUND, one))
         found.append(made.f(1))
     return found
 
@@ -221,9 +249,7 @@ def order_is_that_of_registration_with_replace_innermost() -> Any:
 
         return around
 
-    made, name = module(f=fresh())
-    hook(
-        f"{name}.f",
+    made = hooked(
         (AROUND, noting("first")),
         (BEFORE, lambda x: ((x + 1,), {})),
         (REPLACE, lambda x: [x]),
@@ -235,23 +261,19 @@ def order_is_that_of_registration_with_replace_innermost() -> Any:
 
 @case
 def the_same_hook_twice_runs_twice() -> Any:
-    made, name = module(f=fresh())
     one = plus(1)
-    hook(f"{name}.f", (AROUND, one), (AROUND, one))
-    return made.f(0)
+    return hooked((AROUND, one), (AROUND, one)).f(0)
 
 
 @case
 def the_last_replace_wins_and_the_others_are_told() -> Any:
-    made, name = module(f=fresh())
-    hook(f"{name}.f", (REPLACE, lambda x: 1), (REPLACE, lambda x: 2), (AROUND, plus(10)))
+    made = hooked((REPLACE, lambda x: 1), (REPLACE, lambda x: 2), (AROUND, plus(10)))
     return made.f(0)
 
 
 @case
 def applying_again_changes_nothing() -> Any:
-    made, name = module(f=fresh())
-    hook(f"{name}.f", (AROUND, plus(1)))
+    made = hooked((AROUND, plus(1)))
     before = made.f
     HookRegistry.apply_hooks()
     plugins.HookRegistry.apply_hooks()
@@ -260,10 +282,9 @@ def applying_again_changes_nothing() -> Any:
 
 @case
 def a_late_hook_on_a_patched_target_is_not_applied() -> Any:
-    made, name = module(f=fresh())
-    hook(f"{name}.f", (AROUND, plus(1)))
-    hook(f"{name}.f", (AROUND, plus(100)))
-    return [made.f(0), len(HookRegistry._hooks[f"{name}.f"])]
+    made = hooked((AROUND, plus(1)))
+    hook(f"{made.__name__}.f", (AROUND, plus(100)))
+    return [made.f(0), len(HookRegistry._hooks[f"{made.__name__}.f"])]
 
 
 @case
@@ -316,21 +337,19 @@ def a_registered_hook_that_was_reset_before_it_was_applied() -> Any:
 
 @case
 def hooks_after_a_reset_come_on_top() -> Any:
-    made, name = module(f=fresh())
-    hook(f"{name}.f", (AROUND, plus(1)))
+    made = hooked((AROUND, plus(1)))
     HookRegistry.reset()
-    hook(f"{name}.f", (AROUND, plus(10)))
+    hook(f"{made.__name__}.f", (AROUND, plus(10)))
     HookRegistry.reset()
-    hook(f"{name}.f", (BEFORE, lambda x: ((x + 100,), {})))
+    hook(f"{made.__name__}.f", (BEFORE, lambda x: ((x + 100,), {})))
     return made.f(0)
 
 
 @case
 def a_replace_after_a_reset_covers_what_was_there() -> Any:
-    made, name = module(f=fresh())
-    hook(f"{name}.f", (AROUND, plus(1)))
+    made = hooked((AROUND, plus(1)))
     HookRegistry.reset()
-    hook(f"{name}.f", (AROUND, plus(10)), (REPLACE, lambda x: 7))
+    hook(f"{made.__name__}.f", (AROUND, plus(10)), (REPLACE, lambda x: 7))
     return made.f(0)
 
 
@@ -383,26 +402,19 @@ def a_class_is_a_replace_hook_only() -> Any:
 
 @case
 def a_class_target_takes_replace_only() -> Any:
-    class Thing:
-        pass
-
-    made, name = module(Thing=Thing, f=fresh())
+    made, name = module(Thing=a_class(), f=fresh())
+    before = made.Thing
     HookRegistry.register(f"{name}.f", plus(1), AROUND)
     hook(f"{name}.Thing", (AROUND, plus(1)))
-    return [made.Thing is Thing, sorted(HookRegistry._patched) == [f"{name}.f"], made.f(0)]
+    return [made.Thing is before, sorted(HookRegistry._patched) == [f"{name}.f"], made.f(0)]
 
 
 @case
 def hooks_of_a_target_are_applied_together_or_not_at_all() -> Any:
-    class Thing:
-        pass
-
-    class Other(Thing):
-        pass
-
-    made, name = module(Thing=Thing)
-    hook(f"{name}.Thing", (REPLACE, Other), (AROUND, plus(1)))
-    return [made.Thing is Thing, len(HookRegistry._patched)]
+    made, name = module(Thing=a_class())
+    before = made.Thing
+    hook(f"{name}.Thing", (REPLACE, derived(before)), (AROUND, plus(1)))
+    return [made.Thing is before, len(HookRegistry._patched)]
 
 
 @case
@@ -430,11 +442,8 @@ def a_module_that_is_missing_is_tried_again() -> Any:
 
 @case
 def a_member_that_is_missing() -> Any:
-    class Thing:
-        pass
-
-    _, name = module(Thing=Thing)
-    hook(f"{name}.Thing.method", (AROUND, plus(1)))
+    _, name = module(Thing=a_class())
+    hook(f"{name}.Thing.gone", (AROUND, plus(1)))
     return len(HookRegistry._patched)
 
 
@@ -460,33 +469,13 @@ def a_type_that_is_none() -> Any:
 
 @case
 def methods_of_every_kind() -> Any:
-    class Thing:
-        def method(self, x: Any) -> Any:
-            return ["method", x]
-
-        @classmethod
-        def of_class(cls, x: Any) -> Any:
-            return [cls.__name__, x]
-
-        @staticmethod
-        def static(x: Any) -> Any:
-            return ["static", x]
-
-        def __call__(self, x: Any) -> Any:
-            return ["call", x]
-
-        async def later(self, x: Any) -> Any:
-            return ["later", x]
-
-    class Derived(Thing):
-        pass
-
+    Thing = a_class()  # noqa: N806
     _, name = module(Thing=Thing)
     for member in ("method", "of_class", "static", "__call__"):
         HookRegistry.register(f"{name}.Thing.{member}", plus(["around"]), AROUND)
     HookRegistry.apply_hooks()
     found = []
-    for cls in (Thing, Derived):
+    for cls in (Thing, derived(Thing)):
         found += [
             cls().method(1),
             cls.of_class(2),
@@ -501,14 +490,7 @@ def methods_of_every_kind() -> Any:
 
 @case
 def members_get_self_and_cls() -> Any:
-    class Thing:
-        def method(self, x: int) -> Any:
-            return x
-
-        @classmethod
-        def of_class(cls, x: int) -> Any:
-            return x
-
+    Thing = a_class()  # noqa: N806
     _, name = module(Thing=Thing)
     seen: list[Any] = []
     HookRegistry.register(f"{name}.Thing.method", lambda self, x: seen.append(type(self).__name__), BEFORE)
@@ -519,18 +501,7 @@ def members_get_self_and_cls() -> Any:
 
 @case
 def a_replaced_member() -> Any:
-    class Thing:
-        def method(self, x: int) -> Any:
-            return x
-
-        @classmethod
-        def of_class(cls, x: int) -> Any:
-            return x
-
-        @staticmethod
-        def static(x: int) -> Any:
-            return x
-
+    Thing = a_class()  # noqa: N806
     _, name = module(Thing=Thing)
     HookRegistry.register(f"{name}.Thing.method", lambda self, x: ["new", x], REPLACE)
     HookRegistry.register(f"{name}.Thing.of_class", lambda cls, x: [cls.__name__, x], REPLACE)
@@ -541,87 +512,51 @@ def a_replaced_member() -> Any:
 
 @case
 def an_inherited_method_is_hooked_for_the_class_that_is_named() -> Any:
-    class Base:
-        def method(self) -> int:
-            return 1
-
-    class Derived(Base):
-        pass
-
-    _, name = module(Base=Base, Derived=Derived)
-    hook(f"{name}.Derived.method", (AROUND, plus(1)))
-    return [Base().method(), Derived().method()]
+    made, name = module(Base=(base := a_class()), Derived=derived(base))
+    hook(f"{name}.Derived.method", (AROUND, plus(["around"])))
+    return [made.Base().method(), made.Derived().method()]
 
 
 @case
 def a_nested_class() -> Any:
-    class Thing:
-        class Inner:
-            def method(self) -> int:
-                return 1
-
-    _, name = module(Thing=Thing)
-    hook(f"{name}.Thing.Inner.method", (AROUND, plus(1)))
-    return Thing.Inner().method()
+    made, name = module(Thing=a_class())
+    hook(f"{name}.Thing.Inner.method", (AROUND, plus(["around"])))
+    return made.Thing.Inner().method()
 
 
 @case
 def a_class_in_the_place_of_another() -> Any:
-    class Thing:
-        def greet(self) -> str:
-            return "thing"
-
-    class Other(Thing):
-        def greet(self) -> str:
-            return "other"
-
+    Thing = a_class()  # noqa: N806
+    Other = derived(Thing, method=lambda self: ["other"])  # noqa: N806
     made, name = module(Thing=Thing)
     copy, _ = module(Alias=Thing)
-    HookRegistry.register(f"{name}.Thing.greet", plus("!"), AROUND)
+    HookRegistry.register(f"{name}.Thing.method", plus(["around"]), AROUND)
     hook(f"{name}.Thing", (REPLACE, Other))
-    answer = [made.Thing is Other, copy.Alias is Other, made.Thing().greet(), isinstance(made.Thing(), Thing)]
-    return [*answer, Thing().greet()]
+    answer = [made.Thing is Other, copy.Alias is Other, isinstance(made.Thing(), Thing)]
+    return [*answer, made.Thing().method(), Thing().method()]
 
 
 @case
 def a_method_replaced_in_the_class_that_replaces() -> Any:
-    class Thing:
-        def greet(self) -> str:
-            return "thing"
-
-    class Other(Thing):
-        def greet(self) -> str:
-            return "other"
-
-    made, name = module(Thing=Thing)
-    HookRegistry.register(f"{name}.Thing", Other, REPLACE)
-    hook(f"{name}.Thing.greet", (REPLACE, lambda self: "method"))
-    return made.Thing().greet()
+    made, name = module(Thing=a_class())
+    HookRegistry.register(f"{name}.Thing", derived(made.Thing, method=lambda self: ["other"]), REPLACE)
+    hook(f"{name}.Thing.method", (REPLACE, lambda self: ["new"]))
+    return made.Thing().method()
 
 
 @case
 def a_member_only_the_replacement_has() -> Any:
-    class Thing:
-        pass
-
-    class Other(Thing):
-        def more(self) -> int:
-            return 1
-
-    made, name = module(Thing=Thing)
+    made, name = module(Thing=a_class())
     HookRegistry.register(f"{name}.Thing.more", plus(1), AROUND)
-    hook(f"{name}.Thing", (REPLACE, Other))
+    hook(f"{name}.Thing", (REPLACE, derived(made.Thing, more=lambda self: 1)))
     return [made.Thing().more(), len(HookRegistry._patched)]
 
 
 @case
 def an_instance_in_a_module() -> Any:
-    class Thing:
-        def method(self, x: int) -> int:
-            return x
-
+    Thing = a_class()  # noqa: N806
     made, name = module(thing=Thing(), other=Thing())
-    hook(f"{name}.thing.method", (AROUND, plus(1)))
+    hook(f"{name}.thing.method", (AROUND, plus(["around"])))
     return [made.thing.method(1), made.other.method(1)]
 
 
@@ -660,14 +595,11 @@ def generators() -> Any:
     def counted(x: int) -> Any:
         yield from range(x)
 
-    made, name = module(f=counted)
-
     def around(original_fn: Any, x: int) -> Any:
         yield "first"
         yield from original_fn(x)
 
-    hook(f"{name}.f", (AROUND, around))
-    return list(made.f(3))
+    return list(hooked((AROUND, around), f=counted).f(3))
 
 
 @case
@@ -689,9 +621,7 @@ def async_targets() -> Any:
         (REPLACE, replacement),
         (BEFORE, lambda x: ((x + 5,), {})),
     ):
-        made, name = module(f=fresh(later))
-        hook(f"{name}.f", (kind, one))
-        found.append(asyncio.run(made.f(1)))
+        found.append(asyncio.run(hooked((kind, one), f=later).f(1)))
     return found
 
 
@@ -701,13 +631,11 @@ def async_generators() -> Any:
         for number in range(x):
             yield number
 
-    made, name = module(f=counted)
-
     async def around(original_fn: Any, x: int) -> Any:
         async for number in original_fn(x):
             yield number + 1
 
-    hook(f"{name}.f", (AROUND, around))
+    made = hooked((AROUND, around), f=counted)
 
     async def collect() -> list[int]:
         return [number async for number in made.f(3)]
