@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from tests.support.otlp_receiver import Span
+from tests.support.otlp_receiver import Receiver, Span
 
 #: The caller's span id.
 CALLER = "00f067aa0ba902b7"
@@ -17,6 +18,24 @@ def trace_id(number: int) -> str:
 def parent(number: int, **more: str) -> dict[str, str]:
     """Headers of the caller with this number."""
     return {"traceparent": f"00-{trace_id(number)}-{CALLER}-01", **more}
+
+
+@dataclass
+class Requests:
+    """The spans of numbered requests, by trace."""
+
+    receiver: Receiver
+    traces: dict[str, list[Span]]
+
+    def of(self, number: int) -> list[Span]:
+        return sorted(self.traces[trace_id(number)], key=lambda span: span.start)
+
+    def spans(self, number: int, name: str) -> list[Span]:
+        return [span for span in self.of(number) if span.name == name]
+
+    def root(self, number: int) -> Span:
+        (root,) = [span for span in self.of(number) if span.parent_id == CALLER]
+        return root
 
 
 def by_trace(spans: Iterable[Span]) -> dict[str, list[Span]]:

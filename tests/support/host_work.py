@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from tests.support.callers import CALLER, trace_id
-from tests.support.otlp_receiver import Receiver, Span
-
-
-@dataclass
-class Run:
-    """The spans of numbered requests, by trace."""
-
-    receiver: Receiver
-    traces: dict[str, list[Span]]
-
-    def spans(self, number: int, name: str) -> list[Span]:
-        return [span for span in self.traces[trace_id(number)] if span.name == name]
-
-    def root(self, number: int) -> Span:
-        (root,) = [span for span in self.traces[trace_id(number)] if span.parent_id == CALLER]
-        return root
+from tests.support.callers import CALLER, Requests, trace_id
+from tests.support.otlp_receiver import Span
 
 
 def has_ended(spans: Sequence[Span], requests: int) -> bool:
@@ -32,14 +16,14 @@ def has_ended(spans: Sequence[Span], requests: int) -> bool:
     return is_flushed and roots >= numbers
 
 
-def check_chat_template(run: Run, number: int) -> None:
+def check_chat_template(run: Requests, number: int) -> None:
     """It precedes the queue, below the request."""
     (template,), (queue,) = run.spans(number, "chat_template"), run.spans(number, "queue")
     assert run.root(number).start <= template.start < template.end <= queue.start
     assert template.parent_id == run.root(number).span_id
 
 
-def check_server_events(run: Run, paused: Sequence[int]) -> None:
+def check_server_events(run: Requests, paused: Sequence[int]) -> None:
     """A pause and its end are linked to the requests under way; a flush after the last one to none.
 
     vLLM flushes its cache as it pauses, too.

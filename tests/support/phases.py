@@ -5,8 +5,9 @@ their tokens add up to the usage of the response.
 from __future__ import annotations
 
 import itertools
+import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,6 +98,22 @@ def _wrong_tokens(request: Span, phases: list[Span]) -> Iterator[str]:
     # What an engine found in its cache without counting it is not known.
     if sum(fed) + (cached or 0) > usage[0] or (cached is not None and sum(fed) + cached != usage[0]):
         yield f"{fed} tokens in its chunks and {cached} cached ones, {usage[0]} in its usage"
+
+
+def assert_first_tokens_as_seen(requests: Sequence[tuple[Span, Answer]], median_ms: float) -> None:
+    """Check the recorded times to the first token against those that the clients measured.
+
+    The kernel reports arrivals in ticks of up to 4 ms, and on a busy machine single clients read later than
+    they were answered: most differ by at most a tick or a small part, half by ``median_ms``.
+    """
+    differences, off = [], 0
+    for root, answer in requests:
+        recorded = root.attributes["gen_ai.latency.time_to_first_token"]
+        differences.append(round(answer.late_ms(recorded), 1))
+        off += abs(differences[-1]) > max(5, 50 * recorded)
+    print(f"time to first token, client - recorded: {sorted(differences)} ms")
+    assert statistics.median(map(abs, differences)) < median_ms
+    assert off <= len(requests) // 10
 
 
 def assert_whole(roots: list[Span], answers: list[Answer], traces: dict[str, list[Span]]) -> None:

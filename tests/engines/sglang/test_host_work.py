@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("sglang")
 
 from tests.support import unpinned
-from tests.support.callers import by_trace, parent
+from tests.support.callers import Requests, by_trace, parent
 from tests.support.distributions import install_plugin
-from tests.support.host_work import Run, check_chat_template, check_server_events, has_ended
+from tests.support.host_work import check_chat_template, check_server_events, has_ended
 from tests.support.phases import engine_receiver, run_prefix
 from tests.support.sglang_models import make_adapter, make_mini
 from tests.support.sglang_server import Server, serve
@@ -55,7 +55,7 @@ def drive(server: Server, adapter: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Requests]:
     folder = tmp_path_factory.mktemp("run")
     (folder / "plugin").mkdir()
     install_plugin(folder / "plugin", "unpinned", unpinned.PLUGIN)
@@ -70,11 +70,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         with serve(model, folder / "log", prefix=prefix, more=OPTIONS, environment=environment) as server:
             drive(server, adapter)
             receiver.wait_for(lambda spans: has_ended(spans, 9))
-        yield Run(receiver, by_trace(receiver.spans))
+        yield Requests(receiver, by_trace(receiver.spans))
 
 
 @pytest.mark.parametrize(("number", "kind"), [(JSON, "json"), (REGEX, "regex")])
-def test_a_request_waits_for_its_grammar_in_a_phase_of_its_own(run: Run, number: int, kind: str) -> None:
+def test_a_request_waits_for_its_grammar_in_a_phase_of_its_own(run: Requests, number: int, kind: str) -> None:
     (grammar,), (queue,) = run.spans(number, "grammar"), run.spans(number, "queue")
     assert grammar.attributes["sgl_aspects.grammar.kind"] == kind
     assert grammar.parent_id == run.root(number).span_id
@@ -82,16 +82,16 @@ def test_a_request_waits_for_its_grammar_in_a_phase_of_its_own(run: Run, number:
     assert run.root(number).attributes.get("gen_ai.output.type") == ("json" if kind == "json" else None)
 
 
-def test_a_grammar_that_is_known_is_not_waited_for(run: Run) -> None:
+def test_a_grammar_that_is_known_is_not_waited_for(run: Requests) -> None:
     assert not run.spans(AGAIN, "grammar")
     assert run.spans(AGAIN, "queue")
 
 
-def test_the_chat_template_precedes_the_queue(run: Run) -> None:
+def test_the_chat_template_precedes_the_queue(run: Requests) -> None:
     check_chat_template(run, CHAT)
 
 
-def test_an_adapter_is_on_its_request_and_metrics(run: Run) -> None:
+def test_an_adapter_is_on_its_request_and_metrics(run: Requests) -> None:
     for number, name in ((BASE, "mini"), (ADAPTED, "pirate")):
         root = run.root(number)
         assert root.attributes["gen_ai.request.model"] == name
@@ -106,18 +106,18 @@ def test_an_adapter_is_on_its_request_and_metrics(run: Run) -> None:
     assert {point.attributes["gen_ai.request.model"] for point in points} == {"mini", "pirate"}
 
 
-def test_loading_and_unloading_an_adapter_are_spans(run: Run) -> None:
+def test_loading_and_unloading_an_adapter_are_spans(run: Requests) -> None:
     for name in ("load_adapter", "unload_adapter"):
         (span,) = run.receiver.named(name)
         assert span.attributes["sgl_aspects.adapter"] == "pirate"
         assert span.end > span.start
 
 
-def test_what_happens_to_the_server_is_linked_to_the_requests_under_way(run: Run) -> None:
+def test_what_happens_to_the_server_is_linked_to_the_requests_under_way(run: Requests) -> None:
     check_server_events(run, PAUSED)
 
 
-def test_the_start_of_the_engine_has_its_parts_below_it(run: Run) -> None:
+def test_the_start_of_the_engine_has_its_parts_below_it(run: Requests) -> None:
     (start,) = run.receiver.named("start_engine")
     for name in ("load_model", "init_kv_cache"):
         (part,) = run.receiver.named(name)

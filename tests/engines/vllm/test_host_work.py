@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.support.callers import by_trace, parent
+from tests.support.callers import Requests, by_trace, parent
 from tests.support.engine_server import EngineServer
-from tests.support.host_work import Run, check_chat_template, check_server_events, has_ended
+from tests.support.host_work import check_chat_template, check_server_events, has_ended
 from tests.support.phases import engine_receiver, run_prefix
 from tests.support.sglang_models import make_adapter, make_mini
 from tests.support.vllm_server import serve
@@ -50,7 +50,7 @@ def drive(server: EngineServer, adapter: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Requests:
     folder = tmp_path_factory.mktemp("run")
     model = make_mini(folder / "mini")
     adapter = make_adapter(model, folder / "adapter")
@@ -66,10 +66,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         with serve(model, folder / "log", prefix=prefix, more=options, environment=environment) as server:
             drive(server, adapter)
             receiver.wait_for(lambda spans: has_ended(spans, 7))
-    return Run(receiver, by_trace(receiver.spans))
+    return Requests(receiver, by_trace(receiver.spans))
 
 
-def test_a_request_waits_for_its_grammar_in_a_phase_of_its_own(run: Run) -> None:
+def test_a_request_waits_for_its_grammar_in_a_phase_of_its_own(run: Requests) -> None:
     (grammar,), (queue,) = run.spans(GRAMMAR, "grammar"), run.spans(GRAMMAR, "queue")
     assert grammar.attributes["sgl_aspects.grammar.kind"] == "json"
     assert grammar.parent_id == run.root(GRAMMAR).span_id
@@ -79,22 +79,22 @@ def test_a_request_waits_for_its_grammar_in_a_phase_of_its_own(run: Run) -> None
         assert run.root(number).attributes.get("gen_ai.output.type") == wanted
 
 
-def test_the_chat_template_precedes_the_queue(run: Run) -> None:
+def test_the_chat_template_precedes_the_queue(run: Requests) -> None:
     check_chat_template(run, CHAT)
 
 
-def test_loading_an_adapter_is_a_span(run: Run) -> None:
+def test_loading_an_adapter_is_a_span(run: Requests) -> None:
     assert run.root(ADAPTED).attributes["gen_ai.request.model"] == "pirate"
     (load,) = run.receiver.named("load_adapter")
     assert load.attributes["sgl_aspects.adapter"] == "pirate"
     assert load.end > load.start
 
 
-def test_what_happens_to_the_server_is_linked_to_the_requests_under_way(run: Run) -> None:
+def test_what_happens_to_the_server_is_linked_to_the_requests_under_way(run: Requests) -> None:
     check_server_events(run, PAUSED)
 
 
-def test_the_start_of_the_engine_is_a_span(run: Run) -> None:
+def test_the_start_of_the_engine_is_a_span(run: Requests) -> None:
     (start,) = run.receiver.named("start_engine")
     (load,) = run.receiver.named("load_model")
     assert start.start < load.start < load.end < start.end
