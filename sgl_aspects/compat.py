@@ -305,7 +305,9 @@ class ProfilerEvent(NamedTuple):
 
 
 _LAUNCHES = ("_runtime", "_driver")
-_LAUNCH_NAMES = ("cuda", "cu", "hip")
+_LAUNCH_NAMES = ("cuda", "cu", "hip")  # where this version of torch does not tell an event's kind
+# What a device has beside its work.
+_NO_WORK = frozenset(("cuda_sync", "cuda_event", "overhead"))
 
 
 def profiler_is_running() -> bool:
@@ -323,15 +325,15 @@ def profiler_events(profile: Any) -> list[ProfilerEvent]:
 
 def _profiler_event(event: Any) -> ProfilerEvent:
     name, own, linked = event.name(), event.correlation_id(), event.linked_correlation_id()
-    kind = event.activity_type() if hasattr(event, "activity_type") else ""  # torch 2.9
-    if event.is_user_annotation():
+    kind = event.activity_type() if hasattr(event, "activity_type") else ""
+    if event.is_user_annotation() or kind in _NO_WORK:
         found = ""
     elif event.device_type().name != "CPU":
         found = "device"
     elif kind.endswith(_LAUNCHES) or (not kind and name.startswith(_LAUNCH_NAMES)):
         found = "launch"
     else:
-        found = "operator"
+        found = "operator" if kind in ("", "cpu_op") else ""
     launch_id, operator_id = (0, own) if found == "operator" else (own, linked)
     return ProfilerEvent(
         found,

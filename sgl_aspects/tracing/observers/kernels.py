@@ -57,6 +57,7 @@ def kernels_of(
 
 def _work_of(events: Sequence[ProfilerEvent]) -> Iterator[_Work]:
     operators = {event.operator_id: event.name for event in events if event.kind == "operator"}
+    operators.pop(0, None)  # of work that no operator launched
     launches = {event.launch_id: event for event in events if event.kind == "launch"}
     for event in (event for event in events if event.kind == "device"):
         launch = launches.get(event.launch_id)
