@@ -11,16 +11,12 @@ import sys
 import types
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects.weaving import weaver
 from tests.support.stand_ins import Engine
-
-if TYPE_CHECKING:
-    from tests.support.other_user import Shared
 
 
 def pytest_configure() -> None:
@@ -91,16 +87,22 @@ def smollm2_path() -> Path:
         pytest.skip(str(error))
 
 
-def _forked_schedulers() -> Iterator[None]:
-    """Engines start their schedulers by forking: see tests/support/forked_schedulers.py."""
+@pytest.fixture(scope="module")
+def forked_schedulers() -> Iterator[None]:
+    """Engines of this module start their schedulers by forking: see tests/support/forked_schedulers.py."""
     from tests.support.forked_schedulers import forking
 
     with forking():
         yield
 
 
-forked_schedulers = pytest.fixture(scope="module")(_forked_schedulers)
-forked_scheduler = pytest.fixture(_forked_schedulers)
+@pytest.fixture
+def forked_scheduler() -> Iterator[None]:
+    """The same for one test."""
+    from tests.support.forked_schedulers import forking
+
+    with forking():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -154,17 +156,6 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     stand_in.forget()
     assert left_over == ()
     assert sys.meta_path == finders
-
-
-@pytest.fixture
-def folders() -> Iterator[Shared]:
-    """A folder of root's and one of another user's."""
-    if os.geteuid() != 0:
-        pytest.skip("giving files to another user needs root")
-    from tests.support.other_user import shared_folders
-
-    with shared_folders() as found:
-        yield found
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,16 @@ from sgl_aspects.run.collector import collector_state, how_to_start
 from sgl_aspects.run.folder import make_run_folder, remove_run_folder
 from sgl_aspects.run.requests import prepare_from_environment
 from sgl_aspects.tracing import attach
-from tests.support.other_user import NOBODY, Shared
-from tests.support.processes import finished
+from tests.support.other_user import NOBODY, Shared, shared_folders
 from tests.support.sessions import begin
+
+
+@pytest.fixture
+def folders() -> Iterator[Shared]:
+    if os.geteuid() != 0:
+        pytest.skip("giving files to another user needs root")
+    with shared_folders() as found:
+        yield found
 
 
 @pytest.fixture
@@ -123,7 +132,8 @@ def test_root_collects_no_run_of_another_user(ring: Path, folders: Shared) -> No
     (ring.parent / "collector.json").write_text(json.dumps(settings))
     (ring.parent / "collector.lock").symlink_to(kept)
     give_away(ring.parent)
-    done = finished(*isolated.python("sgl_aspects.collector", str(ring.parent)))
+    command = isolated.python("sgl_aspects.collector", str(ring.parent))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert f"the run is user {NOBODY}'s: start its collector as that user" in done.stderr
     assert kept.read_text() == "precious " * 9
     assert ring.exists()

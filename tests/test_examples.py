@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -13,16 +14,22 @@ import pytest
 
 from sgl_aspects.analysis.spans import read_spans
 from tests.support.otlp_receiver import http_receiver
-from tests.support.processes import output_of, python
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 PRINTING = ("custom_operator", "fix_rope", "replace_class", "required_hook")
 
 
-def run(*words: str | Path, cwd: Path, **environment: str) -> str:
-    """Return what a Python program prints."""
-    return output_of(python(*words, cwd=cwd, without=("OTEL_", "SGL"), OMP_NUM_THREADS="1", **environment))
+def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(("OTEL_", "SGL"))}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=kept | {"OMP_NUM_THREADS": "1"} | environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
 
 
 def test_none_is_forgotten() -> None:
@@ -44,7 +51,9 @@ def test_none_is_forgotten() -> None:
 def test_it_prints_its_documented_output(name: str, tmp_path: Path) -> None:
     file = EXAMPLES / f"{name}.py"
     said = (ast.get_docstring(ast.parse(file.read_text())) or "").split("Prints:\n")[1]
-    assert run(file, cwd=tmp_path).strip() == textwrap.dedent(said).strip()
+    done = run(str(file), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == textwrap.dedent(said).strip()
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +66,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_quickstart(model: Path, tmp_path: Path) -> None:
-    printed = run(EXAMPLES / "quickstart.py", model, "report.html", cwd=tmp_path)
-    assert "spans recorded; otlp-json-file: " in printed
-    assert re.search(r"^report\.html: 3 requests, \d+ spans", printed, re.MULTILINE)
+    done = run(str(EXAMPLES / "quickstart.py"), str(model), "report.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "spans recorded; otlp-json-file: " in done.stdout
+    assert re.search(r"^report\.html: 3 requests, \d+ spans", done.stdout, re.MULTILINE)
     assert (tmp_path / "report.html").stat().st_size > 50_000
 
 
 def test_trace_to_otlp(model: Path, tmp_path: Path) -> None:
     with http_receiver() as receiver:
-        run(EXAMPLES / "trace_to_otlp.py", model, receiver.endpoint, cwd=tmp_path)
+        done = run(str(EXAMPLES / "trace_to_otlp.py"), str(model), receiver.endpoint, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
         spans = list(receiver.spans)
     (request,) = [span for span in spans if span.name.startswith("text_completion")]
     assert request.trace_id == "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -80,9 +91,12 @@ def test_own_function(tmp_path: Path) -> None:
     options = [word.replace("aspects.toml", str(folder / "aspects.toml")) for word in words[0].split()]
     program = [sys.executable, "-c", "import program; program.main()"]
     assert words[1] == 'python -c "import program; program.main()"'
-    paths = os.pathsep.join([str(folder), str(ROOT)])
-    printed = run("-m", "sgl_aspects", *options, "--", *program, cwd=tmp_path, PYTHONPATH=paths)
-    assert printed == "[1, 0]\n"
+    done = run(
+        "-m", "sgl_aspects", *options, "--", *program,
+        cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[1, 0]\n"
     spans = read_spans(tmp_path / "spans.jsonl")
     assert [(span.name, dict(span.attributes)) for span in spans] == [
         ("answer", {"keys": ["a", "b"]}),
@@ -94,14 +108,15 @@ def test_own_function(tmp_path: Path) -> None:
 
 def test_aspects_in_pytest(tmp_path: Path) -> None:
     arguments = ["-q", "-p", "no:cacheprovider", "-W", "error", "--rootdir", str(tmp_path)]
-    printed = run("-m", "pytest", *arguments, EXAMPLES / "test_with_aspects.py", cwd=tmp_path)
-    assert "2 passed" in printed
+    done = run("-m", "pytest", *arguments, str(EXAMPLES / "test_with_aspects.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
 
 
 def test_the_sglang_script_names_flags_that_exist() -> None:
     """That it serves is shown by ``make test-sglang``."""
     text = (EXAMPLES / "trace_sglang.sh").read_text()
-    printed = run("-m", "sgl_aspects", "run", "--help", cwd=ROOT)
+    done = run("-m", "sgl_aspects", "run", "--help", cwd=ROOT)
     for flag in re.findall(r"(--[a-z-]+)", text.split("exec ")[1].split(" -- ")[0]):
-        assert flag in printed
+        assert flag in done.stdout
     assert os.access(EXAMPLES / "trace_sglang.sh", os.X_OK)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +12,6 @@ import pytest
 
 from tests.support.attachable import python_of
 from tests.support.builds import is_compiled, sources
-from tests.support.processes import finished, output_of, python
 from tests.support.tree import ROOT
 
 pytestmark = pytest.mark.slow
@@ -30,8 +31,17 @@ assert sgl_aspects.__file__.startswith(sys.prefix), sgl_aspects.__file__
 
 
 def run(*words: str | Path, cwd: Path, **environment: str) -> str:
-    without = ("PYTHONPATH", "PYTHONHOME")
-    return output_of(finished(*words, cwd=cwd, seconds=280, without=without, **environment))
+    others = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=cwd,
+        env={**others, **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +89,21 @@ engine: int = Engine
 
 def test_type_checkers_find_the_package_after_an_editable_install(tmp_path: Path) -> None:
     (tmp_path / "plugin.py").write_text(_PLUGIN)
-    mypy = python("-m", "mypy", "--cache-dir", "cache", "plugin.py", cwd=tmp_path, seconds=280)
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "plugin.py"]
+    mypy = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert 'has type "Handle", variable has type "int"' in mypy.stdout, mypy.stdout
     assert "import-not-found" not in mypy.stdout
     pyright = shutil.which("pyright") or shutil.which("npx")
     if pyright is None:
         pytest.skip("neither pyright nor npx is installed: only mypy was tested")
     words = [] if pyright.endswith("pyright") else ["--yes", "pyright"]
-    checked = (*words, "--pythonpath", sys.executable, "plugin.py")
-    done = finished(pyright, *checked, cwd=tmp_path, seconds=280)
+    done = subprocess.run(
+        [pyright, *words, "--pythonpath", sys.executable, "plugin.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     if "plugin.py" not in done.stdout:
         pytest.skip(f"pyright could not be fetched: {done.stderr[-200:]}")
     assert 'Type "Handle" is not assignable to declared type "int"' in done.stdout

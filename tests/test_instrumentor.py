@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sgl_aspects.bootstrap.instrumentor import Instrumentor
 from tests.support.otlp_receiver import Span, http_receiver
-from tests.support.processes import finished, output_of
 
 pytest.importorskip("opentelemetry.instrumentation.auto_instrumentation")
 
@@ -30,18 +30,28 @@ QUIET = {f"OTEL_{signal}_EXPORTER": "none" for signal in ("TRACES", "METRICS", "
 OURS = (sys.executable, "-m", "sgl_aspects", "run", "--")
 
 
-def spans_of(folder: Path, *launchers: str, **variables: Any) -> list[Span]:
+def spans_of(folder: Path, *launchers: str, **variables: str) -> list[Span]:
     (folder / "shop.py").write_text(SHOP)
     (folder / "program.py").write_text(PROGRAM)
     (folder / "aspects.toml").write_text('[[trace]]\ntarget = "shop:sell"\nname = "sell"\n')
     with http_receiver() as receiver:
-        otlp: dict[str, Any] = {
-            "OTEL_TRACES_EXPORTER": "otlp",
-            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
-        }
-        otlp |= {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "SGL_ASPECTS_CONFIG": "aspects.toml"}
-        program = (*launchers, sys.executable, "program.py")
-        output_of(finished(*program, cwd=folder, **{**QUIET, **otlp, **variables}))
+        done = subprocess.run(
+            [*launchers, sys.executable, "program.py"],
+            cwd=folder,
+            env=os.environ
+            | {
+                "SGL_ASPECTS_CONFIG": str(folder / "aspects.toml"),
+                "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+                **QUIET,
+                "OTEL_TRACES_EXPORTER": "otlp",
+                **variables,
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
         return receiver.named("sell")
 
 
@@ -61,10 +71,15 @@ def test_a_level_that_is_set_stays(tmp_path: Path) -> None:
 def test_a_wrong_configuration_ends_the_program_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("print('reached')")
     (tmp_path / "aspects.toml").write_text('[[trace]]\ntarget = "shop:sell"\nspan = "sell"\n')
-    variables: dict[str, Any] = {"SGL_ASPECTS_CONFIG": "aspects.toml", **QUIET}
-    done = finished(*LAUNCHER, sys.executable, "program.py", cwd=tmp_path, **variables)
+    done = subprocess.run(
+        [*LAUNCHER, sys.executable, str(tmp_path / "program.py")],
+        env=os.environ | {"SGL_ASPECTS_CONFIG": str(tmp_path / "aspects.toml"), **QUIET},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 1
-    assert done.stderr.startswith("sgl-aspects: aspects.toml: trace 1: unknown key 'span'")
+    assert done.stderr.startswith(f"sgl-aspects: {tmp_path}/aspects.toml: trace 1: unknown key 'span'")
     assert done.stderr.count("\n") == 1
     assert not done.stdout
 

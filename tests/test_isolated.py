@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from sgl_aspects.runtime.processes.ranks import RankProcesses
 from sgl_aspects.runtime.server_args import ServerArgs
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support.attachable import python_of
-from tests.support.processes import finished, output_of, wait_until
+from tests.support.processes import wait_until
 
 _SHADOWED = ("queue", "json", "contextlib", "dataclasses", "typing")
 
@@ -64,11 +65,11 @@ def test_a_package_is_found_where_this_one_is_and_on_pythonpath_but_replaces_no_
     (tmp_path / "queue.py").write_text("raise SystemExit('not of the standard library')")
     monkeypatch.setenv("PYTHONPATH", f"relative::{tmp_path}")
     words = isolated.python("probe", "a word")
-    printed = output_of(finished(*words, cwd="/"))
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd="/")
     package = Path(isolated.__file__).parent
-    assert str(package / "__init__.py") in printed
-    assert str(tmp_path) not in printed
-    assert printed.endswith("a word\n")
+    assert str(package / "__init__.py") in done.stdout
+    assert str(tmp_path) not in done.stdout
+    assert done.stdout.endswith("a word\n")
 
 
 def test_checks_in_sglang_import_nothing_from_the_current_folder(

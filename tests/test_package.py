@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import sysconfig
 import zipfile
 from pathlib import Path
@@ -11,7 +13,6 @@ import pytest
 
 import sgl_aspects
 from tests.support.builds import sources
-from tests.support.processes import output_of, python
 from tests.support.tree import PACKAGE, ROOT, modules
 
 
@@ -28,7 +29,8 @@ from tests.support.tree import PACKAGE, ROOT, modules
 )
 def test_importing_loads_no_more_than_it_must(statement: str, absent: list[str]) -> None:
     program = f"{statement}\nimport sys\nprint([name for name in {absent!r} if name in sys.modules])"
-    assert output_of(python("-c", program)) == "[]\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_importing_does_nothing_else() -> None:
@@ -37,7 +39,7 @@ def test_importing_does_nothing_else() -> None:
         "import sgl_aspects; assert sys.meta_path == path and sys.path_hooks == hooks;"
         "assert threading.active_count() == 1; assert not logging.getLogger('sgl_aspects').handlers"
     )
-    output_of(python("-c", program))
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_exports_equal_all() -> None:
@@ -59,17 +61,14 @@ def test_the_changelog_begins_with_this_version_and_the_chart_has_it() -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel made from a source distribution, as the package index would get both."""
     out = tmp_path_factory.mktemp("dist")
-    output_of(python("-m", "build", "--no-isolation", "--outdir", out, sources(out)))
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(sources(out))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
     return next(out.glob("*.whl"))
 
 
-@pytest.fixture(scope="module")
-def names(wheel: Path) -> set[str]:
-    """The files in the wheel."""
-    return set(zipfile.ZipFile(wheel).namelist())
-
-
-def test_the_wheel_holds_every_module_and_no_top_level_rooms(names: set[str]) -> None:
+def test_the_wheel_holds_every_module_and_no_top_level_rooms(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
     for room, path in modules():
         linked = room in ("platforms", "runtime")
         inside = path.relative_to(ROOT if linked else PACKAGE)
@@ -79,27 +78,29 @@ def test_the_wheel_holds_every_module_and_no_top_level_rooms(names: set[str]) ->
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"sgl_aspects"}
 
 
-def test_the_wheel_holds_the_templates_of_new_platform(names: set[str]) -> None:
+def test_the_wheel_holds_the_templates_of_new_platform(wheel: Path) -> None:
     from sgl_aspects.cli.new_platform import TEMPLATES
 
-    held = {Path(name).name for name in names if "/vendor_template/" in name}
+    held = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if "/vendor_template/" in name}
     assert held == {f"{name}.tmpl" for name in TEMPLATES}
 
 
-def test_the_wheel_holds_the_report_page(names: set[str]) -> None:
+def test_the_wheel_holds_the_report_page(wheel: Path) -> None:
     folder = PACKAGE / "view" / "page"
     parts = {
         path.relative_to(PACKAGE.parent)
         for path in folder.rglob("*")
         if path.suffix in (".js", ".css", ".html")
     }
-    assert {str(part) for part in parts} <= names
-    assert "sgl_aspects/view/page/vendor/uPlot-LICENSE" in names
+    assert {str(part) for part in parts} <= set(zipfile.ZipFile(wheel).namelist())
+    assert "sgl_aspects/view/page/vendor/uPlot-LICENSE" in zipfile.ZipFile(wheel).namelist()
 
 
-def test_the_wheel_holds_the_compiled_step_path_without_its_sources(names: set[str]) -> None:
+def test_the_wheel_holds_the_compiled_step_path_without_its_sources(wheel: Path) -> None:
     folder = "sgl_aspects/tracing/record/native/"
-    held = {name.removeprefix(folder) for name in names if name.startswith(folder)}
+    held = {
+        name.removeprefix(folder) for name in zipfile.ZipFile(wheel).namelist() if name.startswith(folder)
+    }
     if shutil.which(sysconfig.get_config_var("CC").split()[0]) is None:
         pytest.skip("there is no C compiler here")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -115,4 +116,4 @@ def test_installed_from_the_wheel_the_rooms_are_found_without_the_checkout(
         "import sgl_aspects, sgl_aspects.platforms, sgl_aspects.runtime\n"
         "assert sgl_aspects.runtime.__file__.startswith(sys.argv[1]), sgl_aspects.runtime.__file__"
     )
-    output_of(python("-c", program, tmp_path, cwd=tmp_path))
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, cwd=tmp_path)

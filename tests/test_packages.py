@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from sgl_aspects import packages
-from tests.support.processes import output_of, python
 from tests.support.tree import PACKAGE, ROOT, modules, written
 
 
@@ -37,8 +39,15 @@ def test_what_is_missing_from_extras_is_known_without_the_checkout(tmp_path: Pat
     (rich / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 14.0\n")
     (tmp_path / "packages.py").symlink_to(PACKAGE / "packages.py")
     program = "import packages; print(packages.install_command(*packages.missing('serve')))"
-    printed = output_of(python("-S", "-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path)))
-    assert printed == "pip install 'torch>=2.6' 'llguidance>=1.3' 'uvicorn>=0.34'\n"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "pip install 'torch>=2.6' 'llguidance>=1.3' 'uvicorn>=0.34'\n"
 
 
 def test_no_hint_stands_elsewhere_or_names_sgl_aspects_on_an_index() -> None:

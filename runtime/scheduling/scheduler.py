@@ -156,19 +156,28 @@ class Scheduler:
             raise ValueError(f"request {req.rid} needs more tokens than the key-value cache holds")
         self._wait(req)
         try:
-            if params.json_schema is not None:
-                req.grammar = self.grammar_compiler.compile(str(params.json_schema))
+            self.compile_grammar(req)
         except InvalidRequestError as error:
             self.fail_request(req, error)
         else:
-            self._limit_queue()
+            self.accept_request(req)
         return req
+
+    def compile_grammar(self, req: Req) -> bool:
+        """Return whether the request needs a grammar, which it then has."""
+        schema = req.sampling_params.json_schema
+        if schema is not None:
+            req.grammar = self.grammar_compiler.compile(str(schema))
+        return schema is not None
 
     def _wait(self, req: Req) -> None:
         bisect.insort(self.waiting, req, key=lambda other: other.precedence)
 
-    def _limit_queue(self) -> None:
-        """Reject the last request if too many wait; those that can run at once do not count."""
+    def accept_request(self, req: Req) -> None:
+        """Let the request, which has its grammar, wait for a batch.
+
+        Reject the last one if too many wait; those that can run at once do not count.
+        """
         args = self.server_args
         if args.max_queued_requests is None:
             return

@@ -152,6 +152,10 @@ class _Scheduler:
     def _prompt_of(self, request: str) -> float:
         return self._tokens.get(request, (0.0, 0.0))[0]
 
+    def holders(self, step: _Step) -> list[tuple[str, float]]:
+        """Return the step's requests with the tokens that each holds in the end."""
+        return [(one, max(1.0, sum(self._tokens.get(one, (0.0, 0.0))))) for one in sorted(step.members)]
+
     def what_was_full(
         self, step: _Step, request: str, ns: float
     ) -> tuple[Cause, float, list[tuple[str, float]]]:
@@ -160,7 +164,7 @@ class _Scheduler:
         The largest batch of the run is taken for the limit of running requests. An engine may keep room for
         the whole answers of those that run.
         """
-        held = [(one, max(1.0, sum(self._tokens.get(one, (0.0, 0.0))))) for one in sorted(step.members)]
+        held = self.holders(step)
         taken = max(step.span.number(schema.KV_USAGE) * self._capacity, sum(tokens for _, tokens in held))
         has_room = not self._capacity or self._prompt_of(request) <= self._capacity - taken
         is_full = step.span.number(schema.BATCH_SIZE) >= self._largest_batch
@@ -336,7 +340,9 @@ class Causes:
     def _add_phase(self, found: Explanation, span: Span, start: int, end: int, is_preempted: bool) -> Cause:
         """Add one phase; returns the cause of what follows it until the next."""
         if is_preempted:
-            found.add(Cause.PREEMPTED, end - start)
+            scheduler = self._scheduler_of(span)
+            held = [each for step in self._steps_in(span) for each in scheduler.holders(step)]
+            found.add(Cause.PREEMPTED, end - start, [each for each in held if each[0] != span.parent_id])
             return Cause.PREEMPTED
         if span.name == _TOKENIZE:
             found.add(Cause.TOKENIZE, end - start)

@@ -136,3 +136,15 @@ def test_forward_passes_count_by_the_process_in_which_they_ran() -> None:
     passes = [span("forward", 100, 180, trace=trace, attributes=untimed, process_id=WORKER) for _ in range(2)]
     elsewhere = span("forward", 100, 110, trace=trace, attributes=timed, process_id=WORKER + 1)
     assert Causes([*spans, *passes, elsewhere]).device_seconds()["r"] == pytest.approx(0.16)
+
+
+def test_who_runs_while_a_request_is_preempted_is_named() -> None:
+    again = [span("queue", 200, 900, "r"), span("prefill", 900, 950, "r"), span("decode", 950, 1000, "r")]
+    alone = [step(start, start + 100, ["other"]) for start in range(200, 900, 100)]
+    both = [step(100, 200, ["r", "other"]), step(900, 950, ["r", "other"], "extend")]
+    requests = [request("r", 0, 1000, 600, 100), request("other", 0, 1000, 600, 300)]
+    causes = Causes([*requests, *phases("r", 0, 10, 100, 200), *again, *alone, *both])
+    found = causes.explain(causes.by_id["r"])
+    assert found.ranked()[0][0] is Cause.PREEMPTED
+    assert found.seconds[Cause.PREEMPTED] == pytest.approx(0.75)
+    assert found.culprits[Cause.PREEMPTED] == {"other": pytest.approx(0.75)}

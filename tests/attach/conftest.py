@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 
 from sgl_aspects.attach.ptrace import stopped
-from tests.support.other_user import require_two_users
+from tests.support.other_user import Shared, require_two_users, shared_folders
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +27,9 @@ def ptrace() -> None:
 def interpreter() -> str:
     """A Python that root and another user can run."""
     return require_two_users()
+
+
+@pytest.fixture
+def folders(interpreter: str) -> Iterator[Shared]:
+    with shared_folders() as found:
+        yield found

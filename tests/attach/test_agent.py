@@ -7,6 +7,7 @@ import gc
 import importlib
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +22,6 @@ import sgl_aspects as aspects
 from sgl_aspects.attach import agent
 from sgl_aspects.run import entry
 from sgl_aspects.weaving import in_pieces
-from tests.support.processes import output_of, python
 from tests.support.stand_ins import Engine
 
 
@@ -69,7 +69,7 @@ before = set(sys.modules)
 assert _platform_of("cpu") is not None
 assert not [name for name in set(sys.modules) - before if name.startswith("sgl_aspects")]
 """
-    output_of(python("-c", code))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_a_late_detach_of_an_earlier_run_leaves_the_one_that_has_taken_over(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ assert not hasattr(json.dumps, "__wrapped__")
         folder.mkdir()
     configuration = tmp_path / "aspects.toml"
     configuration.write_text('[[trace]]\ntarget = "json:dumps"\n')
-    output_of(python("-c", code, *folders, configuration))
+    subprocess.run([sys.executable, "-c", code, *folders, configuration], check=True, timeout=200)
 
 
 def test_an_import_does_not_wait_for_a_thread_that_weaves_in_pieces(engine: Engine) -> None:

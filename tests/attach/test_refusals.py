@@ -17,7 +17,6 @@ from sgl_aspects.attach.ptrace import stopped
 from sgl_aspects.attach.rights import Facts, refusal
 from sgl_aspects.errors import AttachError
 from tests.support.attachable import command, running
-from tests.support.processes import finished
 
 _ALLOWED = Facts(
     process_id=7,
@@ -67,7 +66,7 @@ def test_a_prepared_process_needs_no_ptrace() -> None:
 
 def _attach(process_id: int, *words: str, prefix: Sequence[str] = ()) -> str:
     asked = [*prefix, *command("attach", str(process_id), "--dry-run", *words)]
-    done = finished(*asked)
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stdout
     assert len(done.stderr.splitlines()) == 1
     return done.stderr
@@ -188,6 +187,12 @@ def test_an_engine_is_known_by_its_command_line() -> None:
     }
     here = read_process(os.getpid())
     assert here is not None
-    assert here.is_python
     for line, engine in words.items():
         assert engine_of(dataclasses.replace(here, words=line)) == engine, line
+
+
+def test_this_test_runs_python() -> None:
+    here = read_process(os.getpid())
+    assert here is not None
+    assert here.is_python
+    assert sys.executable

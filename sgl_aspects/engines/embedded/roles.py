@@ -67,6 +67,17 @@ EMBEDDED = Engine(
         ),
         # In the scheduler's process.
         "add_request": Role((f"{_SCHEDULER}.add_request",), ("scheduler:self", "message"), required=True),
+        "compile_grammar": Role(
+            (f"{_SCHEDULER}.compile_grammar",),
+            ("_", "req"),
+            reads={
+                "kind": lambda args, kwargs, result=None: "json",
+                "waits": lambda args, kwargs, result=None: result,
+            },
+        ),
+        "grammar_ready": Role(
+            (f"{_SCHEDULER}.accept_request",), reads={"reqs": lambda args, kwargs, result=None: [args[1]]}
+        ),
         "end_scheduled_request": Role(
             (f"{_SCHEDULER}.finish_request",), ("_", "req", "finish_reason"), required=True
         ),

@@ -15,13 +15,26 @@ from typing import Any
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Step, StepTracker, Trackers
 from sgl_aspects.tracing.observers.worker import WorkerPasses
-from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record import native
+from sgl_aspects.tracing.record.format import (
+    CHILD_FORWARD,
+    CHILD_RUN_BATCH,
+    CHILD_SAMPLE,
+    FORWARD_END,
+    FORWARD_START,
+    PASSES_PER_STREAM,
+    RUN_END,
+    SAMPLE_END,
+    SAMPLE_START,
+    STEP_DEVICE_NAME,
+    STEP_GRAPH,
+    STEP_MODE,
+)
 from sgl_aspects.tracing.records import error_type
 
 logger = logging.getLogger(__name__)
 
-_FAILED = 1 << layout.CHILD_FORWARD
+_FAILED = 1 << CHILD_FORWARD
 
 
 class ForwardObserver(native.ForwardPath):
@@ -94,11 +107,11 @@ class ForwardObserver(native.ForwardPath):
         runner = self._runner(args, kwargs)
         if runner is not self.met_runner or step.steps is not self.met_steps:
             self._meet(runner, step)
-        step.child, self.tracker.has_passes = layout.CHILD_FORWARD, True
+        step.child, self.tracker.has_passes = CHILD_FORWARD, True
         block = step.block
-        step.words[block + layout.FORWARD_START] = monotonic_ns()
-        step.words[block + layout.STEP_GRAPH] = self.eager_text
-        step.words[block + layout.STEP_DEVICE_NAME] = self.device_text
+        step.words[block + FORWARD_START] = monotonic_ns()
+        step.words[block + STEP_GRAPH] = self.eager_text
+        step.words[block + STEP_DEVICE_NAME] = self.device_text
         if self.has_events:
             tracker, is_expected = self.tracker, self.expects & _mode_bit(step)
             self.replays += bool(is_expected)
@@ -115,7 +128,7 @@ class ForwardObserver(native.ForwardPath):
         if not isinstance(step, Step):
             self.worker.forward_exit(step, error)
             return
-        step.child = layout.CHILD_RUN_BATCH
+        step.child = CHILD_RUN_BATCH
         self.step = None
         events, self.events = self.events, None
         if events is not None and self.has_begun:
@@ -126,9 +139,9 @@ class ForwardObserver(native.ForwardPath):
             if events is not None:
                 self.tracker.give_back_events(events)
             # Unlike the last pass of this mode, it replayed no graph.
-            if step.words[step.block + layout.STEP_GRAPH] == self.eager_text:
+            if step.words[step.block + STEP_GRAPH] == self.eager_text:
                 self.expects &= ~_mode_bit(step)
-        step.words[step.block + layout.FORWARD_END] = monotonic_ns()
+        step.words[step.block + FORWARD_END] = monotonic_ns()
         if error is not None:
             self.tracker.fail(step, _FAILED, error_type(error))
 
@@ -157,13 +170,13 @@ class ForwardObserver(native.ForwardPath):
     def _replay_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.step
         if step is not None:
-            step.words[step.block + layout.STEP_GRAPH] = self.replayed_text
+            step.words[step.block + STEP_GRAPH] = self.replayed_text
 
     def _launch_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.step
         if step is None:
             return
-        words, at = step.words, step.block + layout.STEP_GRAPH
+        words, at = step.words, step.block + STEP_GRAPH
         if words[at] == self.replayed_text:
             self.has_parts = True
             return
@@ -185,7 +198,7 @@ class ForwardObserver(native.ForwardPath):
 
     def _begin_on_device(self) -> None:
         self.passes += 1
-        if not self.passes & layout.PASSES_PER_STREAM:
+        if not self.passes & PASSES_PER_STREAM:
             self._take_stream()
         self.events[0](self.stream)
         self.has_begun = True
@@ -199,8 +212,8 @@ class ForwardObserver(native.ForwardPath):
             step = tracker.in_flight[-1] if tracker.in_flight else None
         if step is None or not step.id:
             return None
-        step.words[step.block + layout.SAMPLE_START] = monotonic_ns()
-        tracker.running, step.child = step, layout.CHILD_SAMPLE
+        step.words[step.block + SAMPLE_START] = monotonic_ns()
+        tracker.running, step.child = step, CHILD_SAMPLE
         return step
 
     def _sample_exit(self, step: Any, result: Any, error: BaseException | None) -> None:
@@ -210,11 +223,11 @@ class ForwardObserver(native.ForwardPath):
             self.worker.sample_exit(step, error)
             return
         now, tracker = monotonic_ns(), self.tracker
-        step.words[step.block + layout.SAMPLE_END] = now
-        step.child = layout.CHILD_RUN_BATCH
+        step.words[step.block + SAMPLE_END] = now
+        step.child = CHILD_RUN_BATCH
         if error is not None:
-            tracker.fail(step, 1 << layout.CHILD_SAMPLE, error_type(error))
-        if step.words[step.block + layout.RUN_END]:  # sampled after its launch
+            tracker.fail(step, 1 << CHILD_SAMPLE, error_type(error))
+        if step.words[step.block + RUN_END]:  # sampled after its launch
             tracker.running = None
             if error is not None:  # there will be no result to process
                 tracker.take(step.batch, step.result)
@@ -245,4 +258,4 @@ class ForwardObserver(native.ForwardPath):
 
 
 def _mode_bit(step: Step) -> int:
-    return 1 << (step.words[step.block + layout.STEP_MODE] & 63)  # type: ignore[no-any-return]
+    return 1 << (step.words[step.block + STEP_MODE] & 63)  # type: ignore[no-any-return]

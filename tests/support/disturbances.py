@@ -1,0 +1,328 @@
+"""Disturbances of a server, and what must then be found as the first cause of a request's latency.
+
+A plugin in the server's processes makes some of them: it sleeps, so that each lasts as long on a busy
+machine, and far longer than what the disturbed request does itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sgl_aspects.analysis.causes import Cause, Causes
+from sgl_aspects.analysis.spans import read_spans
+from tests.support.callers import CALLER, parent, trace_id
+from tests.support.distributions import install_plugin
+from tests.support.processes import wait_until
+
+#: Seconds for which the plugin sleeps, and a process is stopped.
+PAUSE = 4.0
+#: What every server must have: tokens in its KV cache, requests in a batch, tokens of a prompt in a step.
+ROOM, BATCH, CHUNK = 2560, 4, 2048
+#: In texts and schemas that are slow to handle.
+SLOW = "slowly"
+
+_PLUGIN = """
+import gc, json, os, signal, time
+from pathlib import Path
+import sgl_aspects as aspects
+
+FOLDER = Path(os.environ["DISTURBANCES"])
+
+def take(name):
+    try:
+        (FOLDER / name).rename(FOLDER / f"{name} taken")
+    except FileNotFoundError:
+        return False
+    return True
+
+def tokens_of(arguments):
+    for one in arguments:
+        if hasattr(one, "total_num_scheduled_tokens"):
+            return one.total_num_scheduled_tokens
+        if getattr(one, "input_ids", None) is not None:
+            return len(one.input_ids)
+    return 0
+
+def forward(original_fn, *args, **kwargs):
+    tokens = tokens_of((*args[1:], *kwargs.values()))
+    if tokens:
+        time.sleep(0.005)
+    if tokens > 1900 and take("long prompt"):
+        time.sleep(PAUSE)
+    if 0 < tokens <= 8 and take("stop"):
+        (FOLDER / "stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if 0 < tokens <= 8 and take("collect"):
+        gc.callbacks.append(pause)
+        gc.collect()
+        gc.callbacks.remove(pause)
+    return original_fn(*args, **kwargs)
+
+def pause(phase, info):
+    time.sleep(PAUSE / 2)
+
+def slow(original_fn, *args, **kwargs):
+    if "slowly" in str((args[1:], kwargs)):
+        time.sleep(PAUSE)
+    return original_fn(*args, **kwargs)
+
+def activate():
+    forwards, others = json.loads(os.environ["DISTURBED"])
+    for targets, hook in ((forwards, forward), (others, slow)):
+        for target in targets:
+            aspects.HookRegistry.register(target, hook, aspects.HookType.AROUND)
+"""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The functions of an engine that are disturbed: forward passes; what handles texts and schemas."""
+
+    forward: str
+    tokenize: str
+    grammar: str
+
+
+def environment(folder: Path, targets: Targets) -> dict[str, str]:
+    """Install the plugin in ``folder``; return the variables of a server that loads it."""
+    install_plugin(folder, "disturbing", _PLUGIN.replace("PAUSE", str(PAUSE)))
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", "")))),
+        "DISTURBANCES": str(folder),
+        "DISTURBED": json.dumps([[targets.forward], [targets.tokenize, targets.grammar]]),
+    }
+
+
+@dataclass
+class Server:
+    """A server under disturbances. ``model``: its name in requests; ``folder``: the plugin's.
+
+    ``has_min_tokens``: it takes the least length of an answer; it keeps room for answers without an end.
+    """
+
+    port: int
+    model: str
+    folder: Path
+    has_min_tokens: bool = False
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def begin(self, name: str, prompt: list[int] | str | None, tokens: int, **more: Any) -> Stream:
+        """Send a streamed request; its spans are in a trace of its own, found by ``name``."""
+        number = self.numbers[name] = len(self.numbers)
+        path = "/v1/chat/completions" if prompt is None else "/v1/completions"
+        body = {"model": self.model, "max_tokens": tokens, "temperature": 0.0, "stream": True, **more}
+        if prompt is not None:
+            body |= {"prompt": prompt}
+            body |= {"min_tokens": tokens} if self.has_min_tokens else {"ignore_eos": True}
+        return Stream(self.port, path, body, parent(number))
+
+    def ask(self, name: str, prompt: list[int] | str | None, tokens: int, **more: Any) -> None:
+        self.begin(name, prompt, tokens, **more).read()
+
+    def mark(self, name: str) -> Path:
+        """Ask the plugin for something; returns the file that is there once it does it."""
+        (self.folder / name).touch()
+        return self.folder / f"{name} taken"
+
+
+class Stream:
+    """A streamed answer, read in a thread."""
+
+    def __init__(self, port: int, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+        self.chunks, self.problem, self._is_over = 0, "", threading.Event()
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        self._ask = path, json.dumps(body), {"content-type": "application/json", **headers}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._connection.request("POST", *self._ask)
+            response = self._connection.getresponse()
+            if response.status != 200:
+                self.problem = f"{response.status}: {response.read()[:500]!r}"
+            while not self.problem and (line := response.readline()):
+                self.chunks += line.startswith(b"data: {")
+                if self._is_over.is_set():
+                    response.close()
+                    break
+        except (OSError, http.client.HTTPException) as error:
+            self.problem = "" if self._is_over.is_set() else repr(error)
+        finally:
+            self._connection.close()
+
+    def wait(self, chunks: int = 1) -> None:
+        wait_until(lambda: self.chunks >= chunks or bool(self.problem), 120)
+        assert not self.problem, self.problem
+
+    def leave(self) -> None:
+        """Hang up with the next chunk."""
+        self._is_over.set()
+
+    def read(self) -> None:
+        self._thread.join(240)
+        assert not self._thread.is_alive(), "no answer in four minutes"
+        assert not self.problem, self.problem
+
+
+def _prompt(number: int, tokens: int) -> list[int]:
+    """Return a prompt of which no other one's beginning is cached."""
+    return [50 + (number * 7 + place * (number + 3)) % 150 for place in range(tokens)]
+
+
+def _long_prompt(server: Server) -> None:
+    taken = server.mark("long prompt")
+    long = server.begin("long prompt: culprit", _prompt(1, 2000), 1)
+    wait_until(taken.exists, 120)
+    server.ask("long prompt", _prompt(2, 8), 1)
+    long.read()
+
+
+def _full_pool(server: Server) -> None:
+    holder = server.begin("full pool: culprit", _prompt(3, 1600), 400)
+    holder.wait()
+    server.ask("full pool", _prompt(4, 1200), 1)
+    holder.read()
+
+
+def _full_batch(server: Server) -> None:
+    running = [server.begin(f"full batch: culprit {n}", _prompt(5 + n, 8), 300) for n in range(BATCH)]
+    for stream in running:
+        stream.wait()
+    server.ask("full batch", _prompt(10, 8), 1)
+    for stream in running:
+        stream.read()
+
+
+def _slow_grammar(server: Server) -> None:
+    schema = {"type": "object", "properties": {SLOW: {"type": "boolean"}}, "required": [SLOW]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    messages = [{"role": "user", "content": "tell me"}]
+    server.ask("slow grammar", None, 8, messages=messages, response_format=form)
+
+
+def _slow_tokenizer(server: Server) -> None:
+    server.ask("slow tokenizer", f"the fox jumps {SLOW}", 1)
+
+
+def _stopped(server: Server) -> None:
+    server.mark("stop")
+    stream = server.begin("stopped process", _prompt(12, 16), 4)
+    pid = server.folder / "stopped"
+    wait_until(lambda: pid.exists() and bool(pid.read_text()), 120)
+    process = psutil.Process(int(pid.read_text()))
+    try:
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 60)
+        time.sleep(PAUSE)  # it does not run meanwhile
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    stream.read()
+
+
+def _garbage(server: Server) -> None:
+    server.mark("collect")
+    server.ask("garbage collection", _prompt(13, 16), 4)
+
+
+def _retraction(server: Server) -> None:
+    """The second one is retracted when both have grown, until the first one ends."""
+    first = server.begin("retraction: culprit", _prompt(14, 1100), 900)
+    first.wait()
+    server.ask("retraction", _prompt(15, 1100), 220)
+    first.read()
+
+
+def _abort_storm(server: Server) -> None:
+    storm = [server.begin(f"abort storm: culprit {n}", _prompt(20 + n, 64), 400) for n in range(12)]
+    wait_until(lambda: sum(one.chunks > 0 for one in storm) >= BATCH, 120)
+    victim = server.begin("abort storm", _prompt(40, 8), 1)
+    wait_until(lambda: sum(one.chunks for one in storm) >= 600, 240)
+    for stream in storm:
+        stream.leave()
+    victim.read()
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """``first``: the causes one of which comes first; ``has_culprit``: because of another request."""
+
+    name: str
+    disturb: Callable[[Server], None]
+    first: tuple[Cause, ...]
+    has_culprit: bool = False
+
+
+_IN_FRONT = (Cause.QUEUED_PREFILL, Cause.QUEUED_BATCH_FULL, Cause.QUEUED_KV_ROOM)
+DISTURBANCES = [
+    Disturbance("long prompt", _long_prompt, (Cause.QUEUED_PREFILL,), True),
+    Disturbance("full pool", _full_pool, (Cause.QUEUED_KV_ROOM,), True),
+    Disturbance("full batch", _full_batch, (Cause.QUEUED_BATCH_FULL,), True),
+    Disturbance("slow grammar", _slow_grammar, (Cause.GRAMMAR,)),
+    Disturbance("slow tokenizer", _slow_tokenizer, (Cause.TOKENIZE,)),
+    Disturbance("stopped process", _stopped, (Cause.HOST,)),
+    Disturbance("retraction", _retraction, (Cause.PREEMPTED,), True),
+    Disturbance("garbage collection", _garbage, (Cause.HOST,)),
+    Disturbance("abort storm", _abort_storm, _IN_FRONT, True),
+]
+
+
+@dataclass
+class Found:
+    """What was found of the disturbed requests, by name."""
+
+    causes: Causes
+    numbers: Mapping[str, int]
+    problems: dict[str, str]
+
+    def check(self, disturbance: Disturbance) -> None:
+        """Check that the named cause comes first, with its culprit, and that the causes add up."""
+        name = disturbance.name
+        assert name not in self.problems, self.problems[name]
+        (request,) = self.causes.find(trace_id(self.numbers[name]))
+        found = self.causes.explain(request)
+        cause = found.ranked()[0][0]
+        assert cause in disturbance.first, found.ranked()
+        assert abs(sum(found.seconds.values()) - request.seconds) < 0.01 * request.seconds
+        if disturbance.has_culprit:
+            shares = found.culprits[cause]
+            guilty = self.causes.by_id[max(shares, key=lambda one: shares[one])]
+            names = {trace_id(number): name for name, number in self.numbers.items()}
+            assert names[guilty.trace_id].startswith(f"{name}: culprit")
+
+
+def disturb(server: Server) -> dict[str, str]:
+    """Do all to the server; returns what went wrong, by name."""
+    server.ask("first calls are slow", _prompt(0, 64), 4)
+    problems = {}
+    for disturbance in DISTURBANCES:
+        try:
+            disturbance.disturb(server)
+        except AssertionError as error:
+            problems[disturbance.name] = str(error)
+    return problems
+
+
+def found_in(file: Path, server: Server, problems: dict[str, str]) -> Found:
+    """Read the spans of a server that has ended, once the collector has written all."""
+    wanted = {trace_id(number) for number in server.numbers.values()}
+
+    def are_all() -> bool:
+        with contextlib.suppress(OSError):
+            roots = {span.trace_id for span in read_spans(file) if span.parent_id == CALLER}
+            return roots >= wanted
+        return False
+
+    wait_until(are_all, 60)
+    return Found(Causes(read_spans(file)), server.numbers, problems)
