@@ -87,14 +87,13 @@ class Target:
     :ivar module_names: every plain module name that it may be found in.
     """
 
-    __slots__ = ("alternates", "has_family", "has_module_pattern", "module_names")
+    __slots__ = ("alternates", "has_module_pattern", "module_names")
 
     def __init__(self, alternates: tuple[Alternate, ...]) -> None:
         self.alternates = alternates
         names = [alternate.module_names for alternate in alternates]
         self.module_names = names[0] if len(names) == 1 else tuple(dict.fromkeys(chain.from_iterable(names)))
         self.has_module_pattern = () in names
-        self.has_family = any(alternate.has_family for alternate in alternates)
 
     @property
     def stems(self) -> set[str]:
