@@ -7,7 +7,6 @@ Its n-gram worker, scheduler and result processor are SGLang's own; what needs C
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ import pytest
 pytest.importorskip("sglang")
 
 from tests.support import sglang_speculation
-from tests.support.callers import CALLER, by_trace, parent, trace_id
+from tests.support.callers import CALLER, Requests, by_trace, parent, trace_id
 from tests.support.distributions import install_plugin
-from tests.support.otlp_receiver import Receiver, Span
-from tests.support.phases import engine_receiver
+from tests.support.otlp_receiver import Span
+from tests.support.phases import engine_receiver, run_prefix
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import Server, serve
 
@@ -32,19 +31,13 @@ TOKENS = 60
 
 
 @dataclass
-class Run:
-    receiver: Receiver
-    traces: dict[str, list[Span]]
+class Run(Requests):
     #: SGLang's own numbers of each request.
     theirs: dict[int, dict[str, Any]]
 
     def decode(self, number: int) -> Span:
-        (decode,) = [span for span in self.traces[trace_id(number)] if span.name == "decode"]
+        (decode,) = self.spans(number, "decode")
         return decode
-
-    def root(self, number: int) -> Span:
-        (root,) = [span for span in self.traces[trace_id(number)] if span.parent_id == CALLER]
-        return root
 
 
 def generate(server: Server, number: int) -> dict[str, Any]:
@@ -60,8 +53,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     (folder / "plugin").mkdir()
     install_plugin(folder / "plugin", "interpreted", sglang_speculation.PLUGIN)
     with engine_receiver() as receiver:
-        prefix = [sys.executable, "-m", "sgl_aspects", "run", "--level", "3"]
-        prefix += ["--endpoint", receiver.endpoint, "--"]
         environment = {
             **sglang_speculation.ENVIRONMENT,
             "PYTHONPATH": os.pathsep.join([str(folder / "plugin"), os.environ.get("PYTHONPATH", "")]),
@@ -70,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         with serve(
             make_mini(folder / "mini"),
             folder / "log",
-            prefix=prefix,
+            prefix=run_prefix(receiver, level=3),
             more=sglang_speculation.OPTIONS,
             environment=environment,
         ) as server:
