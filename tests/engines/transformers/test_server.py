@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.callers import CALLER, by_trace, orphans, parent, trace_id
+from tests.support.callers import CALLER, Requests, by_trace, orphans, parent, trace_id
 from tests.support.engine_server import EngineServer, start_server
 from tests.support.otlp_receiver import Span
-from tests.support.phases import engine_receiver
+from tests.support.phases import engine_receiver, run_prefix
 from tests.support.processes import free_port
 from tests.support.tiny_models import make_llama
 
@@ -27,21 +27,12 @@ CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass
-class Run:
+class Run(Requests):
     """The results of a server. ``answers``: the text of two responses, whole and streamed."""
 
     batches: bool
-    answers: list[str] = field(default_factory=list)
-    log: str = ""
-    spans: list[Span] = field(default_factory=list)
-    traces: dict[str, list[Span]] = field(default_factory=dict)
-
-    def of(self, number: int) -> list[Span]:
-        return sorted(self.traces[trace_id(number)], key=lambda span: span.start)
-
-    def root(self, number: int) -> Span:
-        (root,) = [span for span in self.of(number) if span.parent_id == CALLER]
-        return root
+    answers: list[str]
+    log: str
 
 
 def is_left(span: Span) -> bool:
@@ -59,39 +50,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["continuous batching", "one by one"])
 def run(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    found, port, folder = Run(request.param), free_port(), tmp_path_factory.mktemp("run")
-    name = str(model)
+    batches, port, folder, name = request.param, free_port(), tmp_path_factory.mktemp("run"), str(model)
     chat = {"model": name, "messages": [{"role": "user", "content": "hello fox"}], "temperature": 0}
     with engine_receiver() as receiver:
-        words = [sys.executable, "-m", "sgl_aspects", "run", "--level", "4", "--endpoint", receiver.endpoint]
-        words += [
-            "--",
-            sys.executable,
-            "-c",
-            SERVE,
-            "serve",
-            name,
-            "--port",
-            str(port),
-            "--host",
-            "127.0.0.1",
-        ]
+        words = [*run_prefix(receiver, level=4), sys.executable, "-c", SERVE, "serve", name]
+        words += ["--port", str(port), "--host", "127.0.0.1"]
         words += ["--device", "cpu", "--cb-num-blocks", "64", "--cb-block-size", "16"]
         words += ["--cb-max-batch-tokens", str(MOST_TOKENS)]
-        words += ["--continuous-batching"] if found.batches else []
+        words += ["--continuous-batching"] if batches else []
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "100"}  # of 5 s, which is waited for below
         with start_server(EngineServer, words, port, folder / "log", environment) as server:
             whole = server.post(CHATS, {**chat, "max_tokens": 8}, parent(1))
             stream = {**chat, "max_tokens": 8, "stream": True}
             streamed = server.exchange([{"path": CHATS, "headers": parent(2), "body": stream}])
-            found.answers = [json.dumps(whole), streamed[0]["text"]]
+            answers = [json.dumps(whole), streamed[0]["text"]]
             server.post(CHATS, {**chat, "model": "nobody"}, parent(3), status=400)
             server.post(TEXTS, {"model": name, "prompt": "x" * 100, "max_tokens": 4}, parent(4))
             server.leave(CHATS, {**stream, "max_tokens": 400}, parent(5))
             receiver.wait_for(lambda spans: any(is_left(span) for span in spans))
-        found.log, found.spans = (folder / "log").read_text(), receiver.spans
-    found.traces = by_trace(found.spans)
-    return found
+    return Run(receiver, by_trace(receiver.spans), batches, answers, (folder / "log").read_text())
 
 
 def test_no_span_is_an_orphan(run: Run) -> None:
@@ -132,7 +109,7 @@ def test_a_client_that_hangs_up_ends_its_request(run: Run) -> None:
 
 
 def test_steps_are_there_where_there_is_a_scheduler(run: Run) -> None:
-    steps = [span for span in run.spans if span.name == "scheduler.step"]
+    steps = run.receiver.named("scheduler.step")
     if not run.batches:
         assert not steps
         return
@@ -147,7 +124,7 @@ def test_steps_are_there_where_there_is_a_scheduler(run: Run) -> None:
 
 
 def test_the_loaded_model_is_recorded(run: Run) -> None:
-    assert [span.name for span in run.spans].count("load_model") == 1
+    assert len(run.receiver.named("load_model")) == 1
 
 
 def test_no_observer_failed(run: Run) -> None:
