@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -52,15 +53,14 @@ def unrecorded(bench: Bench) -> str:
     return "query() is False, elapsed_ms() raises"
 
 
-@check(write="DeviceEvent.synchronize", expects="a waited-for event to be reached")
-def reached(bench: Bench) -> str:
+def _waited_for(bench: Bench, wait: Callable[[DeviceEvent], None]) -> str:
     rounds = 50
     for number in range(rounds):
         start, end = _events(bench)
         start.record()
         torch.ones(64, 64, device=bench.device).sum()
         end.record()
-        end.synchronize()
+        wait(end)
         require(end.query(), "query() to be True afterwards", f"False, round {number}")
         require(
             start.query(), "an earlier event to be reached too", f"False, round {number}", "DeviceEvent.query"
@@ -68,15 +68,14 @@ def reached(bench: Bench) -> str:
     return f"{rounds} of {rounds}"
 
 
+@check(write="DeviceEvent.synchronize", expects="a waited-for event to be reached")
+def reached(bench: Bench) -> str:
+    return _waited_for(bench, lambda event: event.synchronize())
+
+
 @check(write="synchronize", expects="synchronize() to wait for all events before it")
 def synchronize(bench: Bench) -> str:
-    rounds = 50
-    for number in range(rounds):
-        event, _ = _events(bench)
-        event.record()
-        bench.platform.synchronize()
-        require(event.query(), "an event recorded before it to be reached", f"not, round {number}")
-    return f"{rounds} of {rounds}"
+    return _waited_for(bench, lambda event: bench.platform.synchronize())
 
 
 @check(write="DeviceEvent.elapsed_ms", expects="milliseconds, as the host's clock has them")

@@ -30,14 +30,6 @@ def inference_mode(bench: Bench) -> str:
     return "left as it was entered"
 
 
-@check(write="synchronize", expects="synchronize and empty_cache to return at any time")
-def waiting(bench: Bench) -> str:
-    for _ in range(3):
-        bench.platform.synchronize()
-        bench.platform.empty_cache()
-    return "returned"
-
-
 @check(write="use_stream", expects="work on a second stream to be done when waited for")
 def streams(bench: Bench) -> str:
     platform = bench.platform
