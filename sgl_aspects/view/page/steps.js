@@ -111,7 +111,10 @@ function stepPanel(step, { openRequest, openStep, close, from }) {
 function deviceTable(step) {
   const parts = step.deviceParts;
   if (!parts.length) return null;
-  const total = parts.reduce((sum, part) => sum + part.time, 0) || 1;
+  const sum = (some, key) => some.reduce((total, part) => total + part[key], 0);
+  const total = sum(parts, "time") || 1;
+  const rest = parts.splice(MOST_OPERATORS);
+  if (rest.length) parts.push({ name: `${rest.length} others`, count: sum(rest, "count"), time: sum(rest, "time") });
   const row = (cell, ...texts) => el("tr", {}, texts.map((text, at) => el(cell, at ? { class: "number" } : {}, text)));
   return [
     el("h3", {}, `On the device: ${duration(total)}`),
@@ -123,6 +126,8 @@ function deviceTable(step) {
     ),
   ];
 }
+
+const MOST_OPERATORS = 15;
 
 const BINS = 160;
 
