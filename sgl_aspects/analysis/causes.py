@@ -239,11 +239,11 @@ class Causes:
         return []
 
     def has_steps(self, request: Span) -> bool:
-        """Return whether the steps that served the request were recorded: they are at level 2."""
-        return bool(self._schedulers) and all(
-            any(span.parent_id in step.members for step in self._steps_in(span))
-            for span in self._phases(request)
-            if span.name == _PREFILL
+        """Return whether steps were recorded while the request was in its scheduler: they are at level 2."""
+        computed = [span for span in self._phases(request) if span.name in (_PREFILL, _DECODE)]
+        return bool(self._schedulers) and (
+            not computed
+            or any(step.span.start_ns < span.end_ns for span in computed for step in self._steps_in(span))
         )
 
     def explain(self, request: Span) -> Explanation:
