@@ -65,6 +65,7 @@ def live(engine: Engine, session: TraceSession) -> None:
 def test_everything_shows_a_run(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port, spans, timeline = free_port(), tmp_path / "spans.jsonl", tmp_path / "trace.json"
     monkeypatch.setenv("SGL_ASPECTS_TRACE_PERFETTO_FILE", str(timeline))
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_TARGET_TTFT", "1")  # goodput is one of the dashboard's
     exporters = ["otlp-json-file", "perfetto"]
     with attach(level=4, exporters=exporters, file=str(spans), prometheus=port) as session:
         assert session.run_folder is not None
