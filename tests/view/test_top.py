@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sgl_aspects.run.control import OFFSET, Wish
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
@@ -191,6 +192,10 @@ def test_keys_change_what_is_recorded(served: Served, live: LiveRun) -> None:
                 await pilot.press(key)
                 (control,) = live.controls().values()
                 assert control.level == level
+            await pilot.press("k")
+            (ring,) = live.folder.glob("*.ring")
+            block = ring.read_bytes()[OFFSET:]
+            assert Wish.of_word(int.from_bytes(block[:8], "little")).steps == 1
             await pilot.press("s")
             (control,) = live.controls().values()
             assert control.sample == pytest.approx(0.1, abs=1e-6)
