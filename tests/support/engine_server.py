@@ -11,10 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from sgl_aspects.run.folder import runs
 
 START_SECONDS = 600  # vLLM compiles first, on two busy cores
 
@@ -61,6 +64,30 @@ class EngineServer:
         connection.close()
         assert response.status == status, content
         return json.loads(content)
+
+    def run_folder(self) -> Path:
+        """The run folder of this server: others may be traced on the machine, too."""
+        for run in runs():
+            for ring in run.glob("*.ring"):
+                with contextlib.suppress(ProcessLookupError):
+                    if os.getsid(int(ring.name.split("-")[0])) == self.process.pid:
+                        return run
+        raise AssertionError("no process of the server has a ring")
+
+    def command(self, command: str, *words: str) -> str:
+        """Run a command of sgl-aspects on its run; return what it prints."""
+        whole = [sys.executable, "-m", "sgl_aspects", command, "--run", str(self.run_folder()), *words]
+        done = subprocess.run(whole, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def profile(self, steps: int) -> str:
+        """Profile forward passes while it answers; return what the command prints."""
+        with ThreadPoolExecutor(1) as pool:
+            profile = pool.submit(self.command, "control", "--profile", str(steps))
+            while not profile.done():
+                self.chat("profiled")
+        return profile.result()
 
     def tell(self, path: str, body: dict[str, Any]) -> None:
         """Post what has no JSON as its answer."""

@@ -5,11 +5,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import statistics
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +18,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from sgl_aspects.run.folder import runs
 from tests.support.callers import CALLER, by_trace, one, orphans, parent, trace_id
 from tests.support.engine_server import Answer, EngineServer
 from tests.support.otlp_receiver import Receiver, Span
@@ -57,6 +53,7 @@ class Run:
     alone: list[Answer] = field(default_factory=list)
     stopped: dict[str, Any] = field(default_factory=dict)
     top: str = ""
+    profile: str = ""
     traces: dict[str, list[Span]] = field(default_factory=dict)
     theirs: list[Span] = field(default_factory=list)
 
@@ -64,23 +61,6 @@ class Run:
 def complete(server: EngineServer, number: int, prompt: Any, *, status: int = 200, **body: Any) -> Any:
     asked = {"model": "mini", "prompt": prompt, "temperature": 0, "max_tokens": 4, **body}
     return server.post("/v1/completions", asked, parent(number), status=status)
-
-
-def run_of(server: EngineServer) -> Path:
-    """The run folder of this server: others may be traced on the machine, too."""
-    for run in runs():
-        for ring in run.glob("*.ring"):
-            with contextlib.suppress(ProcessLookupError):
-                if os.getsid(int(ring.name.split("-")[0])) == server.process.pid:
-                    return run
-    raise AssertionError("no process of the server has a ring")
-
-
-def control(server: EngineServer, command: str, *words: str) -> str:
-    whole = [sys.executable, "-m", "sgl_aspects", command, "--run", str(run_of(server)), *words]
-    done = subprocess.run(whole, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +101,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             ]
             with ThreadPoolExecutor() as pool:
                 results = pool.submit(server.exchange, requests)
-                found.top = control(server, "top", "--once")
+                found.top = server.command("top", "--once")
             assert all(result["status"] == 200 for result in results.result())
-            control(server, "control", "--level", "0")
+            found.profile = server.profile(3)
+            server.command("control", "--level", "0")
             found.untraced = server.chats(PROMPTS, [parent(300 + number) for number in range(len(PROMPTS))])
             receiver.wait_for(lambda spans: {(s.trace_id, s.name) for s in spans} >= LAST, seconds=300)
-            control(server, "control", "--level", "4")
+            server.command("control", "--level", "4")
             backend.close()
             callers = [parent(400 + number) for number in range(len(PROMPTS))]
             found.without_backend = server.chats(PROMPTS, callers)
@@ -357,3 +338,10 @@ def test_its_compiled_model_is_saved_as_without_us(run: Run) -> None:
 
 def test_no_observer_failed(run: Run) -> None:
     assert "the call went on without it" not in run.server.log.read_text()
+
+
+def test_the_kernels_of_forward_passes_are_below_them(run: Run) -> None:
+    assert "kernels in 3 forward passes" in run.profile
+    parents = {kernel.parent_id for kernel in run.receiver.named("kernel")}
+    assert len(parents) == 3
+    assert parents <= {span.span_id for span in run.receiver.named("forward")}
