@@ -1,0 +1,27 @@
+"""The kernels of real SGLang's forward passes, on the CPU, while it answers (make test-sglang)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sgl_aspects.analysis.sources import load_run
+from tests.support.sglang_models import make_mini
+from tests.support.sglang_server import serve
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+
+def test_the_kernels_of_forward_passes_are_below_them(tmp_path: Path) -> None:
+    model, file = make_mini(tmp_path / "mini"), tmp_path / "traces.jsonl"
+    command = [sys.executable, "-m", "sgl_aspects", "run", "--level", "3", "--file", str(file), "--"]
+    with serve(model, tmp_path / "log", prefix=command) as server:
+        assert "kernels in 3 forward passes" in server.profile(3)
+        spans = load_run(str(server.run_folder())).spans
+    parents = {span.parent_id for span in spans if span.name == "kernel"}
+    assert len(parents) == 3
+    assert parents <= {span.span_id for span in spans if span.name == "forward"}
