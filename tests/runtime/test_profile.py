@@ -66,5 +66,5 @@ def test_control_queries_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert server.request("POST", "/v1/completions", body)[0] == 200
         wait_until(Path(file).exists)
         assert "aten::index_select" in operators_of(Path(file))
-        assert main(["control", "--profile", "0", "--server", url]) == 2
+        assert main(["control", "--profile", "1001", "--server", url]) == 2
         assert "answers 400" in capsys.readouterr().err
