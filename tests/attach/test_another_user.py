@@ -231,9 +231,11 @@ _WAITS = "import threading; print('ready', flush=True); threading.Event().wait()
 def test_a_process_with_more_rights_than_its_user_is_refused(
     prefix: list[str], source: str, reason: str, interpreter: str, folders: Shared
 ) -> None:
-    (folders.theirs / "program.py").write_text(source + _WAITS)
+    program = folders.theirs / "program.py"
+    program.write_text(source + _WAITS)
+    program.chmod(0o644)
     user = [] if source else ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    words = [*user, *prefix[prefix[:1] == ["setpriv"] :], interpreter, str(folders.theirs / "program.py")]
+    words = [*user, *prefix[prefix[:1] == ["setpriv"] :], interpreter, str(program)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, env={"PATH": os.environ["PATH"]}) as process:
         try:
             assert process.stdout is not None
