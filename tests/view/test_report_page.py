@@ -296,6 +296,7 @@ def test_a_request_that_was_refused_is_no_model_and_no_failure(browser: Browser,
     spans = [
         Span("chat mine", "a" * 32, "1" * 16, "", True, 10, 2_000_000_000, good, ()),
         Span("chat", "b" * 32, "2" * 16, "", True, 20, 3_000_000, refused, ()),
+        Span("scheduler.step", "c" * 32, "3" * 16, "", False, 5_000_000_000, 10, {}, ()),
     ]
     file = tmp_path / "report.html"
     file.write_text(page_of(Run("run", spans)), encoding="utf-8")
