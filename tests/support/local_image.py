@@ -40,6 +40,7 @@ class Images:
         self._storage = folder / "storage"
         root = folder / "base"
         _copy_python(root)
+        subprocess.run(["chmod", "-R", "a+rX", root], check=True)  # whatever the umask is here
         stated = "FROM scratch\nCOPY . /\nENV PATH=/bin PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels\n"
         (folder / "Dockerfile").write_text(stated + 'RUN ["python", "-c", "import pip"]\n')
         done = self._build(_BASE, folder / "Dockerfile", root)
@@ -89,7 +90,9 @@ class Images:
             "--runroot",
             f"{self._storage}.run",
         )
-        return subprocess.run(["buildah", *storage, *words], capture_output=True, text=True, timeout=120)
+        words = ("buildah", *storage, *words)
+        # As builders have it: the image's own user reads what its build writes.
+        return subprocess.run(words, capture_output=True, text=True, timeout=120, umask=0o022)
 
 
 def _copy_python(root: Path) -> None:
