@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -63,7 +64,9 @@ def run_script(script: str, folder: Path, **variables: str) -> subprocess.Comple
     for made in (tools, work, site):
         made.mkdir(exist_ok=True)
     for tool, text in {"sgl-aspects": _OURS, "python": _PYTHON, "pip": _PIP}.items():
-        (tools / tool).write_text(text.replace("PYTHON", sys.executable).replace("SITE", str(site)))
+        for word, path in (("PYTHON", sys.executable), ("SITE", str(site))):
+            text = text.replace(word, shlex.quote(path))
+        (tools / tool).write_text(text)
         (tools / tool).chmod(0o755)
     kept = {key: text for key, text in os.environ.items() if not key.startswith(("OTEL_", "SGL"))}
     environment: Mapping[str, str] = {
