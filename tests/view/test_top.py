@@ -269,7 +269,8 @@ def read_until(descriptor: int, text: str) -> str:
 def test_overlapped_steps_count_for_what_they_add(tmp_path: Path) -> None:
     """Two steps are open at once: every 10 ms one ends that began 20 ms before."""
     recorder = RingRecorder(str(tmp_path), level=3)
-    now, ms = time.monotonic_ns() - 1_000_000_000, 1_000_000
+    ms = 1_000_000
+    now = (time.monotonic_ns() // (1000 * ms) - 1) * 1000 * ms + 500 * ms  # all in one second, as counted
     for number in range(1, 21):
         end, step = now + 10 * number * ms, recorder.new_id()
         recorder.spans(SpanType("forward"))(recorder.new_id(), step, step, end - 19 * ms, end - 10 * ms)
