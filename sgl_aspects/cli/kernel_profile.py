@@ -1,21 +1,19 @@
-"""``sgl-aspects control --profile``: wish for a profile of a run's next forward passes, and wait for it."""
+"""``sgl-aspects control --profile``: ask for a profile of a run's next forward passes, and wait for it."""
 
 from __future__ import annotations
 
-import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.run.control import WITHDRAWN, Wish, read_answers, read_control, write_wish
+from sgl_aspects.run.control import own_folder, read_control, write_asked
+from sgl_aspects.run.requests import Request
 from sgl_aspects.terminal import counted, printable
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.collect.rings import rings
-from sgl_aspects.tracing.record.codec import DamagedError
 from sgl_aspects.view.text import duration
 
 _LOOK_SECONDS = 0.05
@@ -23,31 +21,29 @@ _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS, _OTHERS_SECONDS = 2.0, 0.5
 _FORWARD = 3  # the level
 
-#: What has come of a wish, by process.
+#: What has come of a request, by process.
 Answers: TypeAlias = "Mapping[int, Mapping[str, Any]]"
 
 
 @dataclass(frozen=True)
-class Wished:
-    """A wish that was written into the rings of a run's live processes."""
+class Asked:
+    """Requests to a run's live processes, each with the process's ring."""
 
-    wish: Wish
-    rings: Sequence[Path]
+    requests: Sequence[tuple[RingReader, Request]]
 
-    @property
-    def folder(self) -> Path:
-        return self.rings[0].parent
-
-    def lives(self, process: str = "") -> bool:
-        """Return whether this process lives, or any of them."""
-        return any(_is_alive(ring) for ring in self.rings if ring.name.startswith(process))
+    def lives(self) -> bool:
+        """Return whether any of the processes does."""
+        return any(ring.is_alive() for ring, _ in self.requests)
 
     def answers(self) -> Answers:
         """Return what has come of it so far, by process; at the end with ``problem``, "" if there is none."""
-        found = read_answers(self.folder, self.wish.number)
-        for process, answer in found.items():
-            if "problem" not in answer and not self.lives(f"{process}-"):
-                answer["problem"] = "the process has ended"
+        found = {}
+        for ring, request in self.requests:
+            is_alive = ring.is_alive()
+            if (answer := request.read()) is not None:
+                found[request.process_id] = (
+                    answer if is_alive else {"problem": "the process has ended", **answer}
+                )
         return found
 
     def ended(self) -> Answers:
@@ -55,72 +51,63 @@ class Wished:
         found = self.answers()
         return found if all("problem" in answer for answer in found.values()) else {}
 
-    def withdraw(self) -> None:
-        """Withdraw the wish, and stop a profile that is being taken."""
-        _write(self.rings, Wish(WITHDRAWN, self.wish.number))
+    def close(self) -> None:
+        """Withdraw the requests, which also stops a profile that is being taken."""
+        for ring, request in self.requests:
+            request.remove()
+            ring.close()
 
 
-def wish(steps: int, folder: str | None, process_id: int | None = None) -> Wished:
-    """Wish for a profile in the run's live processes.
+def ask(steps: int, folder: str | None, process_id: int | None = None) -> Asked:
+    """Ask a run's live processes for a profile.
 
     :raises ConfigError: there is no such process, none records forward passes, or the run is another user's.
     """
     living = []
     for ring in rings(folder, process_id):
-        if ring.is_alive():
-            living.append(ring.path)
         run = ring.path.parent
-        ring.close()
+        if ring.is_alive():
+            living.append(ring)
+        else:
+            ring.close()
     if not living:
         raise ConfigError(f"every process of {run} has ended: start the engine again")
-    level = max(read_control(path).level for path in living)
-    if level < _FORWARD:
+    try:
+        level = max(read_control(ring.path).level for ring in living)
+        if level < _FORWARD:
+            raise ConfigError(
+                f"the run records at level {level}, and forward passes from level {_FORWARD} on: "
+                f"sgl-aspects control --level {_FORWARD} first"
+            )
+        with own_folder(run):
+            asked = [(ring, Request(run, ring.process_id, "profile", {"steps": steps})) for ring in living]
+        for ring in living:
+            write_asked(ring.path)
+    except OSError as error:
         raise ConfigError(
-            f"the run records at level {level}, and forward passes from level {_FORWARD} on: "
-            f"sgl-aspects control --level {_FORWARD} first"
-        )
-    made = Wished(Wish(steps, secrets.randbelow(0xFFFF_FFFF) + 1), living)
-    _write(living, made.wish)
-    return made
-
-
-def _is_alive(path: Path) -> bool:
-    try:
-        ring = RingReader(path, read_only=True)
-    except (DamagedError, OSError):  # the run has ended
-        return False
-    try:
-        return ring.is_alive()
-    finally:
-        ring.close()
-
-
-def _write(paths: Sequence[Path], wish: Wish) -> None:
-    for path in paths:
-        try:
-            write_wish(path, wish)
-        except FileNotFoundError:  # the run has ended meanwhile
-            continue
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}; only its own user can profile a run") from error
+            f"{run}: {error.strerror}; only its own user can profile a run that lives"
+        ) from error
+    return Asked(asked)
 
 
 def take(steps: int, folder: str | None, process_id: int | None) -> int:
-    """Wish for a profile, wait for it, and print what it shows. Ctrl-C withdraws the wish."""
-    wished = wish(steps, folder, process_id)
+    """Ask for a profile, wait for it, and print what it shows. Ctrl-C withdraws the request."""
+    asked = ask(steps, folder, process_id)
     try:
-        answers = _wait(wished)
+        answers = _wait(asked, steps)
     except KeyboardInterrupt:
-        wished.withdraw()
         print("\nwithdrawn: no profile is taken", file=sys.stderr)
         return 130
+    finally:
+        asked.close()
     for process, answer in sorted(answers.items()):
         print(printable(f"process {process}: {_head(answer)}"))
         for name, seconds, share in _parts(answer):
             print(printable(f"  {share:6.1%}  {duration(seconds):>8}  {name}"))
     if all(answer["problem"] for answer in answers.values()):
         return 1
-    print(f"sgl-aspects report {wished.folder} shows each step's kernels; --format perfetto, on a timeline")
+    run = asked.requests[0][0].path.parent
+    print(f"sgl-aspects report {run} shows each step's kernels; --format perfetto, on a timeline")
     return 0
 
 
@@ -131,19 +118,19 @@ def in_a_line(answers: Answers) -> str:
     return printable("  ".join([_head(answer), *first]))
 
 
-def _wait(wished: Wished) -> Answers:
+def _wait(asked: Asked, steps: int) -> Answers:
     """Wait until every process that began has ended its profile; a rank may begin a little later."""
     begin, said, ended = time.monotonic(), "", 0.0
     while True:
         now = time.monotonic()
-        if answers := wished.ended():
+        if answers := asked.ended():
             ended = ended or now
             if now - ended > _OTHERS_SECONDS:
                 return answers
-        elif not wished.lives():
+        elif not asked.lives():
             raise ConfigError("the run has ended before its profile did: start the engine again")
-        elif (answers := wished.answers()) or now - begin > _PATIENCE_SECONDS:
-            text = _progress(answers, wished.wish.steps)
+        elif (answers := asked.answers()) or now - begin > _PATIENCE_SECONDS:
+            text = _progress(answers, steps)
             if text != said:
                 print(text, file=sys.stderr)
                 said = text
@@ -154,7 +141,7 @@ def _progress(answers: Answers, steps: int) -> str:
     if not answers:
         return (
             f"waiting for {counted(steps, 'forward pass')}: an idle server makes none, so send it requests; "
-            "`sgl-aspects top` shows whether it has steps. Ctrl-C withdraws the wish"
+            "`sgl-aspects top` shows whether it has steps. Ctrl-C withdraws the request"
         )
     done = min(answer["steps"] for answer in answers.values())
     paused = max(answer.get("paused", 0.0) for answer in answers.values())

@@ -47,7 +47,7 @@ class TopApp(App[None]):
         self._interval = interval
         self._is_paused = self._is_asking = False
         self._view = View()
-        self._wish: kernel_profile.Wished | None = None
+        self._asked: kernel_profile.Asked | None = None
         self._profile = ""  # what has come of it
 
     def compose(self) -> ComposeResult:
@@ -93,13 +93,21 @@ class TopApp(App[None]):
         self._draw()
 
     def action_kernels(self) -> None:
-        """Wish for a profile of the next forward pass; its kernels are in the report, too."""
+        """Ask for a profile of the next forward pass; its kernels are in the report, too."""
         try:
-            self._wish = kernel_profile.wish(1, str(self._live.folder))
+            self._end_profile()
+            self._asked = kernel_profile.ask(1, str(self._live.folder))
             self._profile = "profiling the next forward pass"
         except ConfigError as error:
             self._profile = str(error)
         self._draw()
+
+    def _end_profile(self) -> None:
+        if self._asked is not None:
+            self._asked.close()
+            self._asked = None
+
+    on_unmount = _end_profile
 
     def action_help(self) -> None:
         self._view = replace(self._view, has_keys=not self._view.has_keys)
@@ -126,8 +134,9 @@ class TopApp(App[None]):
 
     def _look(self) -> None:
         self._live.poll()  # even while paused: records that are not read in time are lost
-        if self._wish is not None and (answers := self._wish.ended()):
-            self._wish, self._profile = None, kernel_profile.in_a_line(answers)
+        if self._asked is not None and (answers := self._asked.ended()):
+            self._profile = kernel_profile.in_a_line(answers)
+            self._end_profile()
         if self._live.has_ended():
             self.exit()
         elif not self._is_paused:

@@ -4,21 +4,19 @@ A control block is three numbers in the header of a ring (see `sgl_aspects.traci
 reads them with each request and each step: no signal, no socket, no thread. Processes that start later read
 the same numbers from the run's folder.
 
-The first number is the level in its lowest byte and above it a wish for a profile, which the process that
-takes it removes; what comes of it is in that process's file ``profile-PID`` in the run's folder.
+The first number is the level in its lowest byte, and 1 in the next one where a command asks something that
+concerns steps (see :mod:`sgl_aspects.run.requests`); the process takes that away when it looks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from sgl_aspects.files import read_small, unfollowed, write_private
 
@@ -29,8 +27,7 @@ SAMPLE_ALL = 1 << 32
 LEVEL_MASK = 0xFF
 _FILE = "control"
 _BLOCK = struct.Struct("<3Q")
-WISH_OFFSET, WISH_BYTES = OFFSET + 1, 7
-_PROFILE = "profile-"
+ASKED_OFFSET = OFFSET + 1
 
 
 @dataclass(frozen=True)
@@ -67,21 +64,6 @@ class Control:
         return cls(level & LEVEL_MASK, wanted, sample / SAMPLE_ALL)
 
 
-class Wish(NamedTuple):
-    """A wish for a profile of the next ``steps`` forward passes; 0xFFFF withdraws it."""
-
-    steps: int
-    number: int
-
-    @classmethod
-    def of_word(cls, word: int) -> Wish:
-        """Return the wish in the first number of a control block; without steps there is none."""
-        return cls(word >> 8 & 0xFFFF, word >> 24 & 0xFFFF_FFFF)
-
-
-WITHDRAWN = 0xFFFF
-
-
 def read_control(ring: Path) -> Control:
     """Read the control block of a ring."""
     with open(ring, "rb", opener=unfollowed) as file:
@@ -95,19 +77,17 @@ def write_control(ring: Path, control: Control) -> None:
     Raises ``PermissionError`` for another user's run, also for root: that user chooses what is in its folder.
     """
     block = control.pack()
-    # The bytes of a wish between them stay.
+    # The bytes between them stay.
     _write(ring, (block[:1], OFFSET), (block[8:], OFFSET + 8))
 
 
-def write_wish(ring: Path, wish: Wish) -> None:
-    """Wish for a profile: the ring's process takes it with its next step. Raises like ``write_control``."""
-    number = wish.number.to_bytes(4, "little")
-    # The steps last: without them it is not taken.
-    _write(ring, (number, WISH_OFFSET + 2), (wish.steps.to_bytes(2, "little"), WISH_OFFSET))
+def write_asked(ring: Path) -> None:
+    """Have the ring's process look for requests before its next step. Raises like ``write_control``."""
+    _write(ring, (b"\1", ASKED_OFFSET))
 
 
 def _write(ring: Path, *parts: tuple[bytes, int]) -> None:
-    with _own_folder(ring.parent) as folder:
+    with own_folder(ring.parent) as folder:
         descriptor = os.open(ring.name, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
         try:
             for data, offset in parts:
@@ -116,30 +96,15 @@ def _write(ring: Path, *parts: tuple[bytes, int]) -> None:
             os.close(descriptor)
 
 
-def write_answer(folder: str, answer: Mapping[str, Any]) -> None:
-    """Write what has come of a wish in this process, so far."""
-    write_private(Path(folder, f"{_PROFILE}{os.getpid()}"), json.dumps(answer).encode())
-
-
-def read_answers(folder: Path, number: int) -> dict[int, dict[str, Any]]:
-    """Return what has come of the wish of this number, by process."""
-    found = {}
-    for path in folder.glob(f"{_PROFILE}*"):
-        with contextlib.suppress(OSError, ValueError):
-            answer = json.loads(read_small(path))
-            if answer["number"] == number:
-                found[int(path.name.removeprefix(_PROFILE))] = answer
-    return found
-
-
 def write_run_control(folder: Path, control: Control) -> None:
     """Write the setting for processes of the run that start from now on. Raises like ``write_control``."""
-    with _own_folder(folder):
+    with own_folder(folder):
         write_private(folder / _FILE, control.pack())
 
 
 @contextlib.contextmanager
-def _own_folder(folder: Path) -> Iterator[int]:
+def own_folder(folder: Path) -> Iterator[int]:
+    """Give a descriptor of a run's folder. Raises like ``write_control``."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         owner = os.fstat(descriptor).st_uid

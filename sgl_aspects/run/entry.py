@@ -18,16 +18,10 @@ _lock = threading.__dict__.setdefault("_sgl_aspects_lock", threading.Lock())
 
 def enter(folder: str, key: str) -> None:
     """Carry out the request ``key`` in ``folder``, once, and write the answer to a file."""
-    request_file, taken = os.path.join(folder, key + ".request"), os.path.join(folder, key + ".taken")
     try:
-        os.rename(request_file, taken)
-    except OSError:
-        return  # another injected thread has taken it, or it was withdrawn
-    try:
-        with open(taken, encoding="utf-8") as file:
-            request = json.load(file)
-        with open(taken, "w", encoding="utf-8") as file:
-            file.write(str(threading.get_native_id()))
+        request = take(folder, key)
+        if request is None:
+            return
         module, _, function = request["function"].partition(":")
         pace = _Pace(request["pause"])
         with _lock:
@@ -37,9 +31,29 @@ def enter(folder: str, key: str) -> None:
             answer["import_seconds"], answer["longest_import_seconds"] = pace.spent, pace.longest
     except BaseException as error:  # noqa: BLE001 - whatever it is, the process must not see it
         answer = {"error": f"{type(error).__name__}: {error}"}
-    temporary = os.path.join(folder, key + ".new")
+    give(folder, key, answer)
+
+
+def take(folder: str, key: str) -> "dict[str, Any] | None":
+    """Take the request ``key``; None if another thread has taken it, or it was withdrawn."""
+    taken = os.path.join(folder, key + ".taken")
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
+        os.rename(os.path.join(folder, key + ".request"), taken)
+    except OSError:
+        return None
+    with open(os.open(taken, os.O_RDWR | os.O_NOFOLLOW), "r+", encoding="utf-8") as file:
+        request: dict[str, Any] = json.load(file)
+        file.seek(0)
+        file.truncate()
+        file.write(str(threading.get_native_id()))
+    return request
+
+
+def give(folder: str, key: str, answer: "dict[str, Any]") -> None:
+    """Write the answer, in place of an earlier one."""
+    temporary, new = os.path.join(folder, key + ".new"), os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        with open(os.open(temporary, new, 0o600), "w", encoding="utf-8") as file:
             json.dump(answer, file)
         os.rename(temporary, os.path.join(folder, key + ".answer"))
     except OSError:

@@ -4,16 +4,17 @@ A request is a few files in a folder: ``KEY.request`` (the function to call and 
 script that does it, :mod:`sgl_aspects.run.entry`), ``KEY.taken`` once a thread in the process has begun (it
 holds the thread's number), ``KEY.answer``. The process is made to run the script by its signal, if it was
 prepared (:mod:`sgl_aspects.run.prepared`); `sgl-aspects attach` has other carriers for one that was not. No
-process waits for requests, and an idle one takes them as well.
+process waits for requests, and an idle one takes them as well. What concerns steps is asked without a script:
+a number in the ring's control block makes the process look before its next step (:func:`take_requests`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
+import secrets
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from sgl_aspects import env
 from sgl_aspects.errors import AttachError, ConfigError
 from sgl_aspects.files import unfollowed, write_private
 from sgl_aspects.run import entry, prepared
+from sgl_aspects.run.control import own_folder
 
 # Runs the script in a new thread of the process; the function says whether it has begun. Returns the seconds
 # for which the main thread was stopped.
@@ -34,7 +36,6 @@ Carrier = Callable[[Path, Callable[[], bool]], float]
 CONTROL_VARIABLE = "SGL_ASPECTS_OP_CONTROL"
 _START_SECONDS = 10.0
 _SIGNAL_SECONDS = 1.0
-_keys = itertools.count(1)
 _SUFFIXES = (".request", ".py", ".taken", ".answer")
 
 
@@ -174,22 +175,29 @@ class Request:
         pause: float = 0.0,
     ) -> None:
         self.process_id = process_id
-        key = f"{process_id}-{os.getpid()}-{next(_keys)}"
-        self.taken = folder / f"{key}.taken"
-        self._script = folder / f"{key}.py"
+        self._folder, self._key = folder, f"{process_id}-{secrets.token_hex(8)}"
+        self.taken = folder / f"{self._key}.taken"
         request = {
             **values,
             "function": function,
             "package": None if package is None else str(package),
             "pause": pause,
         }
-        source = Path(entry.__file__).read_text(encoding="utf-8")
-        self._script.write_text(f"{source}\n\nenter({str(folder)!r}, {key!r})\n", encoding="utf-8")
-        write_private(folder / f"{key}.request", json.dumps(request).encode())
+        write_private(folder / f"{self._key}.request", json.dumps(request).encode())
 
     def carry(self, carrier: Carrier) -> float:
         """Make the process begin; returns the seconds for which its main thread was stopped."""
-        return carrier(self._script, self.taken.exists)
+        source = Path(entry.__file__).read_text(encoding="utf-8")
+        script = self.taken.with_suffix(".py")
+        script.write_text(f"{source}\n\nenter({str(self._folder)!r}, {self._key!r})\n", encoding="utf-8")
+        return carrier(script, self.taken.exists)
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the latest answer; None if there is none yet."""
+        with contextlib.suppress(FileNotFoundError):
+            values: dict[str, Any] = json.loads(self.taken.with_suffix(".answer").read_text())
+            return values
+        return None
 
     def answer(self, is_alive: Callable[[], bool], seconds: float) -> dict[str, Any]:
         """Wait for the answer; its ``error`` is what was raised.
@@ -199,8 +207,7 @@ class Request:
         answer, process = self.taken.with_suffix(".answer"), f"process {self.process_id}"
         deadline = time.monotonic() + seconds
         while True:
-            with contextlib.suppress(FileNotFoundError):
-                values: dict[str, Any] = json.loads(answer.read_text())
+            if (values := self.read()) is not None:
                 return values
             if not is_alive():
                 raise AttachError(f"{process} ended meanwhile")
@@ -233,3 +240,31 @@ def ask(
         finally:
             request.remove()
     return answers
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A request that this process has taken at a step, and answers as often as there is news."""
+
+    folder: str
+    key: str
+    values: Mapping[str, Any]
+
+    @property
+    def is_withdrawn(self) -> bool:
+        return not os.path.exists(os.path.join(self.folder, f"{self.key}.taken"))
+
+    def answer(self, **answer: Any) -> None:
+        if not self.is_withdrawn:
+            entry.give(self.folder, self.key, answer)
+
+
+def take_requests(folder: str) -> Iterator[Taken]:
+    """Take what this process is asked in the run's folder.
+
+    :raises OSError: the run has ended, or its folder is another user's, who chooses what is in it.
+    """
+    with own_folder(Path(folder)):
+        for path in sorted(Path(folder).glob(f"{os.getpid()}-*.request")):
+            if (values := entry.take(folder, path.stem)) is not None:
+                yield Taken(folder, path.stem, values)

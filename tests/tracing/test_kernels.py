@@ -96,12 +96,13 @@ def test_a_profiler_is_freed_also_where_garbage_is_never_collected(steps: int, t
     make_llama(tmp_path / "model", max_position_embeddings=1024)
     with attach(level=3, file=str(tmp_path / "traces.jsonl")) as session:
         assert session.recorder.open()
-        wished = kernel_profile.wish(steps, session.run_folder)
+        asked = kernel_profile.ask(steps, session.run_folder)
         gc.collect()
         gc.disable()
         try:
             run_in_process(ServerArgs(tmp_path / "model"), [[1, 2, 3]], 6)
-            answers = wished.answers()
+            answers = asked.answers()
+            asked.close()
             session.close()
             left = [each for each in gc.get_objects() if type(each) is torch.profiler.profile]
         finally:

@@ -1,4 +1,4 @@
-"""A profile of forward passes: wished for from outside, its kernels in trace, report and timeline."""
+"""A profile of forward passes: asked for from outside, its kernels in trace, report and timeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from sgl_aspects.analysis.spans import Span
 from sgl_aspects.cli import kernel_profile
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.run.control import Control, Wish, read_control, write_control, write_wish
+from sgl_aspects.run.control import OFFSET, Control, read_control, write_asked, write_control
+from sgl_aspects.run.requests import Request, take_requests
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import attach, schema
@@ -115,7 +116,7 @@ def test_the_kernels_of_a_live_engine_are_below_its_forward_passes(served: Serve
     assert track not in {event["tid"] for event in events if event.get("cat") == "device"}
 
 
-def test_each_wish_is_a_profile_of_its_own(served: Served) -> None:
+def test_each_request_is_a_profile_of_its_own(served: Served) -> None:
     before = len(kernels_by_pass(load_run(served.folder).spans))
     for _ in range(2):
         assert "in 2 forward passes" in served.profile(2).stdout
@@ -124,16 +125,17 @@ def test_each_wish_is_a_profile_of_its_own(served: Served) -> None:
 
 def test_a_profiler_that_runs_already_is_an_answer(served: Served, tmp_path: Path) -> None:
     (file,) = served.engine.start_profile(6, tmp_path)
-    wished = kernel_profile.wish(1, served.folder)
+    asked = kernel_profile.ask(1, served.folder)
     served.engine.generate("hello", SAMPLING)
-    (answer,) = wished.ended().values()
+    (answer,) = asked.ended().values()
     assert "a profiler runs already" in answer["problem"]
-    assert "no profile: a profiler runs already" in kernel_profile.in_a_line(wished.ended())
+    assert "no profile: a profiler runs already" in kernel_profile.in_a_line(asked.ended())
+    asked.close()
     while not file.exists():  # the other profiler's is taken nonetheless
         served.engine.generate("hello", SAMPLING)
 
 
-def test_a_wish_that_waits_is_withdrawn_by_ctrl_c(served: Served) -> None:
+def test_a_request_that_waits_is_withdrawn_by_ctrl_c(served: Served) -> None:
     words = [sys.executable, "-m", "sgl_aspects", "control", "--run", served.folder, "--profile", "7"]
     waiting = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     assert waiting.stderr is not None
@@ -142,6 +144,7 @@ def test_a_wish_that_waits_is_withdrawn_by_ctrl_c(served: Served) -> None:
     _, said = waiting.communicate(timeout=60)
     assert waiting.returncode == 130
     assert "withdrawn: no profile is taken" in said
+    assert [*Path(served.folder).glob("*.request")] == []
     before = len(kernels_by_pass(load_run(served.folder).spans))
     served.engine.generate("hello", SAMPLING)
     assert len(kernels_by_pass(load_run(served.folder).spans)) == before
@@ -171,10 +174,11 @@ def test_a_run_without_forward_passes_is_named_with_the_next_step(tmp_path: Path
 def test_a_process_that_ends_meanwhile_is_waited_for_no_longer(tmp_path: Path) -> None:
     recorder = RingRecorder(str(tmp_path))
     recorder.open()
-    wished = kernel_profile.wish(1, str(tmp_path))
-    assert wished.ended() == {}
+    asked = kernel_profile.ask(1, str(tmp_path))
+    assert asked.ended() == {}
     recorder.close()
-    assert not wished.lives()
+    assert not asked.lives()
+    asked.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
@@ -183,23 +187,44 @@ def test_another_users_run_is_neither_read_nor_changed(tmp_path: Path) -> None:
     recorder.open()
     (ring,) = tmp_path.glob("*.ring")
     before = ring.read_bytes()
-    for path in (tmp_path, ring):
-        os.chown(path, NOBODY, NOBODY)
+    request = Request(tmp_path, os.getpid(), "profile", {"steps": 1})
+    os.chown(tmp_path, NOBODY, NOBODY)
+    assert "only its own user can profile a run" in refusal(tmp_path)
+    os.chown(ring, NOBODY, NOBODY)
     assert "another user's" in refusal(tmp_path)
     with pytest.raises(PermissionError):
-        write_wish(ring, Wish(1, 1))
+        write_asked(ring)
+    with pytest.raises(PermissionError):  # nor does a process do what that user asks
+        list(take_requests(str(tmp_path)))
     assert ring.read_bytes() == before
+    request.remove()
+    assert [*tmp_path.iterdir()] == [ring]
     recorder.close()
 
 
-def test_a_wish_and_the_level_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_a_request_and_the_level_do_not_disturb_each_other(tmp_path: Path) -> None:
     recorder = RingRecorder(str(tmp_path), level=3)
     recorder.open()
     (ring,) = tmp_path.glob("*.ring")
-    write_wish(ring, Wish(5, 0xFFFF_FFFF))
+    write_asked(ring)
     assert recorder.level == 3
     write_control(ring, Control(4, 4, 0.5))
-    assert Wish.of_word(recorder.steps.words[32]) == Wish(5, 0xFFFF_FFFF)
-    recorder.take_wish()
-    assert recorder.steps.words[32] == recorder.level == read_control(ring).level == 4
+    assert recorder.steps.words[OFFSET // 8] == 0x104
+    recorder.is_looked()
+    assert recorder.steps.words[OFFSET // 8] == recorder.level == read_control(ring).level == 4
     recorder.close()
+
+
+def test_a_process_answers_again_until_the_request_is_withdrawn(tmp_path: Path) -> None:
+    request = Request(tmp_path, os.getpid(), "profile", {"steps": 7})
+    (taken,) = take_requests(str(tmp_path))
+    assert taken.values["steps"] == 7
+    assert [*take_requests(str(tmp_path))] == []
+    assert request.read() is None
+    for steps in (1, 2):
+        taken.answer(steps=steps)
+        assert request.read() == {"steps": steps}
+    request.remove()
+    assert taken.is_withdrawn
+    taken.answer(steps=3)
+    assert [*tmp_path.iterdir()] == []

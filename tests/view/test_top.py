@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import html
 import io
+import json
 import multiprocessing
 import os
 import pty
@@ -24,7 +25,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sgl_aspects.run.control import OFFSET, Wish
+from sgl_aspects.run.control import OFFSET
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
@@ -194,8 +195,9 @@ def test_keys_change_what_is_recorded(served: Served, live: LiveRun) -> None:
                 assert control.level == level
             await pilot.press("k")
             (ring,) = live.folder.glob("*.ring")
-            block = ring.read_bytes()[OFFSET:]
-            assert Wish.of_word(int.from_bytes(block[:8], "little")).steps == 1
+            assert ring.read_bytes()[OFFSET : OFFSET + 2] == b"\3\1"
+            (request,) = live.folder.glob("*.request")
+            assert json.loads(request.read_text())["steps"] == 1
             await pilot.press("s")
             (control,) = live.controls().values()
             assert control.sample == pytest.approx(0.1, abs=1e-6)

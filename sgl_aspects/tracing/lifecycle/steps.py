@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import Any
 
-from sgl_aspects.run.control import LEVEL_MASK, Wish
+from sgl_aspects.run.control import LEVEL_MASK
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import Fields
 from sgl_aspects.tracing.record import format as layout
@@ -96,8 +96,8 @@ class StepTracker(native.Tracker):
     step being launched or processed. ``finishing``: a request may have ended since the latest result.
     ``untimed``: the number of graph replays between two whose device time is read. ``has_passes``: the steps'
     forward passes run in this process, so that no other needs to derive their ids.
-    ``on_level`` is called once, before a step, when the recorder's level has changed; ``on_wish`` when a
-    profile is wished for.
+    ``on_level`` is called once, before a step, when the recorder's level has changed; ``on_asked`` when a
+    command asks something.
     """
 
     steps: OpenSteps | None
@@ -114,7 +114,7 @@ class StepTracker(native.Tracker):
         self.level = recorder.level
         self.finishing = self.has_passes = False
         self.on_level: Callable[[int], None] | None = None
-        self.on_wish: Callable[[Wish], None] | None = None
+        self.on_asked: Callable[[], None] | None = None
         self.in_flight, self.late, self.details, self.spare, self.spare_events = [], [], [], [], []
         self._recorder = recorder
         self.last_id = first_id()  # of steps: incrementing is faster than a call
@@ -180,15 +180,15 @@ class StepTracker(native.Tracker):
     def follow_level(self, word: int) -> int:
         """Weave and remove the hooks of levels, now that the recorder's word has changed; return the level.
 
-        A wish for a profile is in the same word.
+        Above the level in the same word is whether a command asks something.
         """
-        level, wish = word & LEVEL_MASK, Wish.of_word(word)
+        level = word & LEVEL_MASK
         if level != self.level:
             self.level = level
             if self.on_level is not None:
                 self.on_level(level)
-        if wish.steps and self.on_wish is not None:
-            self.on_wish(wish)
+        if word != level and self.on_asked is not None:
+            self.on_asked()
         return level
 
     def begin_unrecorded(self, batch: Any) -> Step:

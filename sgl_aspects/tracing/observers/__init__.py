@@ -85,7 +85,7 @@ def _weave_engine(
     own = [*_observations(trackers), *forward.observations(), *drafts.observations()]
     woven = WovenLevels(engine, own)
     undo += [forward.worker.flush, woven.remove, trackers.steps.flush]
-    if isinstance(recorder, RingRecorder):  # others have no control block to wish in
+    if isinstance(recorder, RingRecorder):  # others have no control block to ask in
         undo.append(ProfileObserver(trackers, recorder, forward.worker, woven.weave).remove)
     trackers.steps.on_level = woven.set_level
     woven.set_level(recorder.level)

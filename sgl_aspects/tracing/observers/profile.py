@@ -1,4 +1,4 @@
-"""A profile of the next forward passes, taken where `sgl-aspects control --profile` wishes for one.
+"""A profile of the next forward passes, taken where `sgl-aspects control --profile` asks for one.
 
 PyTorch's profiler runs in the engine's own process, and its kernels become spans below ``forward``. There is
 a hook for it only while a profile is taken, or waited for.
@@ -15,7 +15,7 @@ from typing import Any
 
 from sgl_aspects import compat
 from sgl_aspects.engines.contract import Observation
-from sgl_aspects.run.control import WITHDRAWN, Wish, write_answer
+from sgl_aspects.run.requests import Taken, take_requests
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.kernels import Kernel, kernels_of, summary_of
 from sgl_aspects.tracing.observers.worker import WorkerPasses
@@ -34,7 +34,7 @@ _DETACHED = "the process is not traced any longer"
 
 
 class ProfileObserver:
-    """Takes wishes of one engine's process, one at a time: a later one ends the one before.
+    """Takes requests to one engine's process, one at a time: a later one ends the one before.
 
     ``weave``: weaves an observation, and returns a function that removes it.
     """
@@ -51,7 +51,7 @@ class ProfileObserver:
         self._runner = engine.call_reader("forward", "model_runner")
         self._platform_of = engine.reader("model_runner.platform")
         self._write = ring.spans(KERNEL)
-        self._wish = Wish(0, 0)
+        self._request: Taken | None = None
         self._unweave: Callable[[], None] | None = None
         self._profile: Any = None
         self._platform: Any = None
@@ -61,33 +61,38 @@ class ProfileObserver:
         self._passes: list[tuple[int, int, int, int]] = []
         self._pause = 0.0
         self._most = 0
-        trackers.steps.on_wish = self._wished
+        trackers.steps.on_asked = self._asked
 
     def remove(self) -> None:
         """End a profile, and take no other: the tracker's reference back would keep the ring in memory."""
-        self._tracker.on_wish = None
+        self._tracker.on_asked = None
         if self._profile is None or self._thread == threading.get_ident():
             self._end(_DETACHED)
         else:  # its thread alone can stop the profiler: with its next pass
             self._is_removed = True
 
-    def _wished(self, wish: Wish) -> None:
+    def _asked(self) -> None:
         begin = time.perf_counter()
-        self._most = self._ring.take_wish() // 2
-        self._end("withdrawn, or another profile was wished for")
-        if wish.steps != WITHDRAWN:
-            self._wish, self._passes = wish, []
+        self._most = self._ring.is_looked() // 2
+        try:
+            found = [*take_requests(self._ring.folder)]
+        except OSError as error:
+            logger.warning("no profile is taken for who asks: %s", error)
+            return
+        for request in found:
+            self._end("another profile was asked for")
+            self._request, self._passes = request, []
             self._unweave = self._weave(Observation("forward", self._enter, self._exit, 3))
             self._pause = time.perf_counter() - begin
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return when the pass begins; 0 for one within another, or of an engine that starts."""
-        if self._is_removed:
+        if self._is_removed or (self._request is not None and self._request.is_withdrawn):
             self._end(_DETACHED)
         step = self._tracker.running
         # Without a step here it may be one of another process.
         is_step = not self._tracker.has_passes if step is None else bool(step.id)
-        if self._is_inside or not self._wish.steps or self._tracker.level < 3 or not is_step:
+        if self._is_inside or self._request is None or self._tracker.level < 3 or not is_step:
             return 0
         if self._profile is None:
             try:
@@ -125,10 +130,10 @@ class ProfileObserver:
         if self._tracker.running is not None:
             step_id, _ = self._tracker.parent_of_detail()
             span_id = layout.child_id(step_id, layout.CHILD_FORWARD)
-        if self._profile is None or not step_id:
+        if self._request is None or self._profile is None or not step_id:
             return
         self._passes.append((step_id, span_id, begin_ns, time.time_ns()))
-        if len(self._passes) < self._wish.steps:
+        if len(self._passes) < self._request.values["steps"]:
             self._tell(paused=self._pause)
             return
         try:
@@ -160,7 +165,7 @@ class ProfileObserver:
             self._platform.synchronize()
 
     def _end(self, problem: str = "", **more: Any) -> None:
-        """End the wish, if there is one: its hook, the profiler, and the answer."""
+        """End the request, if there is one: its hook, the profiler, and the answer."""
         unweave, self._unweave = self._unweave, None
         running, self._profile = self._profile, None
         if unweave is not None:
@@ -169,14 +174,12 @@ class ProfileObserver:
                 running.stop()
                 _break_circle(running)
             self._tell(problem=problem, **more)
-        self._wish, self._platform, self._is_inside = Wish(0, 0), None, False
+        self._request, self._platform, self._is_inside = None, None, False
 
     def _tell(self, **more: Any) -> None:
         """Answer the command, which reads whether there is a ``problem`` at the end."""
-        try:
-            write_answer(self._ring.folder, {"number": self._wish.number, "steps": len(self._passes), **more})
-        except OSError as error:  # the run has ended
-            logger.info("no answer to the wish for a profile: %s", error)
+        if self._request is not None:
+            self._request.answer(steps=len(self._passes), **more)
 
 
 def _values(kernel: Kernel) -> list[AttributeValue]:

@@ -26,7 +26,7 @@ words    written by  contents
 18       writer      1: ended in order; 2: detached from, the process goes on untraced
 19       writer      time since which its hooks are being removed; 0: they are not
 24, 25   collector   last record whose slot is free again; last one that every exporter has taken or given up
-32-34    control     level (0: off), above its lowest byte a wish for a profile, which the writer takes away;
+32-34    control     level (0: off), in its second byte 1 if there is a request, which the writer takes away;
                      level to return to after off; sampled share of requests x 2**32
 64-511   writer      14 blocks of 32 words, the open steps; a block whose first word is 0 is free
 ======== =========== =========================================================================================

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from zlib import crc32
 
-from sgl_aspects.run.control import LEVEL_MASK, WISH_BYTES, WISH_OFFSET, Control, run_control
+from sgl_aspects.run.control import ASKED_OFFSET, LEVEL_MASK, Control, run_control
 from sgl_aspects.tracing.context import enter as enter_span
 from sgl_aspects.tracing.record import codec
 from sgl_aspects.tracing.record import format as layout
@@ -84,12 +84,12 @@ class RingRecorder:
         """The recording level, 0 to 4; another process may change it at any time."""
         return self.steps.words[layout.WORD_LEVEL] & LEVEL_MASK  # type: ignore[no-any-return]
 
-    def take_wish(self) -> int:
-        """Remove a wish for a profile from the control block, beside the level; return the ring's slots."""
+    def is_looked(self) -> int:
+        """Note in the control block that this process looks for requests; return the ring's slots."""
         file = self._file
         if file is None:
             return 0
-        file.memory[WISH_OFFSET : WISH_OFFSET + WISH_BYTES] = bytes(WISH_BYTES)
+        file.memory[ASKED_OFFSET] = 0
         return file.slots
 
     @property
