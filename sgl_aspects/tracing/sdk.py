@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from opentelemetry import metrics, trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+from opentelemetry.trace import INVALID_SPAN, Span, SpanContext, SpanKind, StatusCode, TraceFlags, TraceState
 
 from sgl_aspects import __version__
 from sgl_aspects.run import clock
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import Opened, enter
 from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
-from sgl_aspects.tracing.record.in_process import InProcess
-from sgl_aspects.tracing.record.recorder import id_source
-from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanBegin, SpanEnd, SpanType
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record.open_steps import OpenSteps
+from sgl_aspects.tracing.record.recorder import Recorder, SpanWriter, id_source
+from sgl_aspects.tracing.record.steps import spans_of
+from sgl_aspects.tracing.records import Event, RequestBegin, RequestSeen, SpanEnd, SpanType
 
 _MOST = 4096
 
@@ -38,69 +40,84 @@ class _Latest(dict[Any, Any]):
             del self[next(iter(self))]
 
 
-class SdkRecorder(InProcess):
-    """A :class:`~sgl_aspects.tracing.record.recorder.Recorder` over OpenTelemetry's global provider."""
+class SdkRecorder(Recorder):
+    """Records with OpenTelemetry's global provider."""
 
     def __init__(self, level: int) -> None:
-        super().__init__()
-        self.level = level
+        self.steps = OpenSteps.in_memory()
+        self.steps.words[layout.WORD_LEVEL], self.steps.words[layout.WORD_SAMPLE] = level, layout.SAMPLE_ALL
         self.new_id: Callable[[], int] = id_source()
         self._clock_offset = clock.unix_offset()
         self._tracer = trace.get_tracer("sgl_aspects", __version__)
         self._metrics = EngineMetrics(metrics.get_meter("sgl_aspects", __version__))
         self._lock = threading.RLock()
-        #: By the id of a span, a key or a group; the last one by the parent that spans wait for.
+        self._texts = [""]
+        #: By the id of a span, a key or a group; the last two by the parent that spans wait for, the request.
         self._begun, self._open, self._known, self._request_ids = (_Latest() for _ in range(4))
-        self._waiting, self.groups = _Latest(), _Latest()
-        self._requests = _Latest()  # by request id
+        self._groups, self._waiting, self._requests = (_Latest() for _ in range(3))
 
     def close(self) -> None:
         """Leave open spans open; flushing is up to the application, whose provider it is."""
-        self.level = 0
+        self.steps.words[layout.WORD_LEVEL] = 0
+
+    def text(self, text: str) -> int:
+        if text not in self._texts:
+            self._texts.append(text)
+        return self._texts.index(text)
+
+    def write_group(self, key: int, links: Sequence[int]) -> bool:
+        self._groups[key] = [*links]
+        return True
+
+    def end_step(self, steps: OpenSteps, block: int) -> None:
+        words = steps.words[block : block + layout.STEP_WORDS].tolist()
+        steps.words[block] = 0
+        links = self._groups.get(words[layout.STEP_GROUP], ())
+        for span in spans_of(words, self._texts.__getitem__, links):
+            self.take(span)
+
+    def spans(self, type: SpanType) -> SpanWriter:
+        return lambda *fields, **named: self.take(SpanEnd(type, *fields, **named))
 
     def write(self, event: Event) -> None:
         with self._lock:
-            if isinstance(event, RequestBegin):
-                self._begin_request(event)
-            elif isinstance(event, RequestSeen):
+            if isinstance(event, RequestSeen):
                 self._known[event.key] = self._requests.get(event.request_id)
                 self._request_ids[event.key] = event.request_id
+            elif isinstance(event, RequestBegin):
+                flags, state = TraceFlags(event.sampled), TraceState.from_header([event.trace_state])
+                caller = SpanContext(event.trace_id, event.parent_id, event.remote, flags, state)
+                parent, values = trace.NonRecordingSpan(caller), dict(event.attributes)
+                # For the provider's sampler; and again, for the span gets only what the sampler returns.
+                span = self._start(event.name, parent, event.start_ns, SpanKind.SERVER, values)
+                span.set_attributes(values)
+                self._known[event.span_id] = self._open[event.span_id] = span
+                self._requests[event.request_id], self._begun[event.span_id] = span, event
 
     def announce(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
         if not parent_id or parent_id in self._known:  # otherwise its end is used
             self.open_span(type, span_id, root_id, parent_id, start_ns)
 
-    def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> Span:
+    def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> Any:
         with self._lock:
             if span_id not in self._open:
-                begun = SpanBegin(type, span_id, root_id, parent_id, start_ns)
-                self._open[span_id] = self._known[span_id] = self._start(begun)
-            span: Span = self._open[span_id]
-            return span
+                span = self._start(type.name, self._known.get(parent_id), start_ns)
+                self._open[span_id] = self._known[span_id] = span
+            return self._open[span_id]
 
     def enter(self, *fields: Any, **named: Any) -> Opened:
         return enter(*fields, **named, span=self.open_span(*fields[:5]))
 
-    def _begin_request(self, event: RequestBegin) -> None:
-        parent = Context()
-        if event.parent_id:
-            flags = TraceFlags(TraceFlags.SAMPLED if event.sampled else 0)
-            state = TraceState.from_header([event.trace_state]) if event.trace_state else None
-            caller = SpanContext(event.trace_id, event.parent_id, event.remote, flags, state)
-            parent = trace.set_span_in_context(trace.NonRecordingSpan(caller), parent)
-        start, values = event.start_ns + self._clock_offset, dict(event.attributes)
-        # At creation for the provider's sampler; and again, for the span gets only what the sampler returns.
-        span = self._tracer.start_span(event.name, parent, SpanKind.SERVER, values, start_time=start)
-        span.set_attributes(values)
-        self._known[event.span_id] = self._open[event.span_id] = self._requests[event.request_id] = span
-        self._begun[event.span_id] = event
-
-    def _start(self, span: SpanBegin | SpanEnd) -> Span:
-        parent, context = self._known.get(span.parent_id), Context()
-        if parent is not None:
-            context = trace.set_span_in_context(parent, context)
-        start = span.start_ns + self._clock_offset
-        return self._tracer.start_span(span.type.name, context, SpanKind.INTERNAL, start_time=start)
+    def _start(
+        self,
+        name: str,
+        parent: Span | None,
+        start_ns: int,
+        kind: SpanKind = SpanKind.INTERNAL,
+        values: Any = None,
+    ) -> Span:
+        context = trace.set_span_in_context(parent or INVALID_SPAN, Context())
+        return self._tracer.start_span(name, context, kind, values, start_time=start_ns + self._clock_offset)
 
     def take(self, span: SpanEnd) -> None:
         with self._lock:
@@ -114,15 +131,16 @@ class SdkRecorder(InProcess):
                 self._finish(span)
 
     def _finish(self, record: SpanEnd) -> None:
-        span = self._open.pop(record.span_id, None) or self._start(record)
+        parent = self._known.get(record.parent_id)
+        span = self._open.pop(record.span_id, None) or self._start(record.type.name, parent, record.start_ns)
         for linked in filter(None, map(self._known.get, record.links)):
             span.add_link(linked.get_span_context())
         values = dict(zip(record.type.attributes, record.values))
-        if record.parent_id in self._request_ids and self._known.get(record.parent_id) is None:
+        if record.parent_id in self._request_ids and parent is None:
             values[schema.REQUEST_ID] = self._request_ids[record.parent_id]
         if record.error:
             values[schema.ERROR_TYPE] = record.error
-            span.set_status(Status(StatusCode.ERROR))
+            span.set_status(StatusCode.ERROR)
         span.set_attributes({name: value for name, value in values.items() if value is not None})
         span.end(record.end_ns + self._clock_offset)
         self._known[record.span_id] = span

@@ -6,14 +6,16 @@ from typing import Any
 
 from sgl_aspects.tracing.context import Opened, TraceContext
 from sgl_aspects.tracing.context import enter as enter_span
-from sgl_aspects.tracing.record.in_process import InProcess
+from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.records import Event, SpanBegin, SpanEnd, SpanType
+from sgl_aspects.tracing.sdk import SdkRecorder
 
 
-class Memory(InProcess):
+class Memory(SdkRecorder):
     def __init__(self) -> None:
-        super().__init__()
-        self.level, self.ids = 3, 0
+        super().__init__(level=3)
+        self.ids = 0
+        self.new_id = self.next_id
         self.ended: list[SpanEnd] = []
         self.begun: list[SpanBegin] = []
         self.events: list[Event] = []
@@ -21,7 +23,23 @@ class Memory(InProcess):
     def take(self, span: SpanEnd) -> None:
         self.ended.append(span)
 
-    def new_id(self) -> int:
+    @property
+    def level(self) -> int:
+        return super().level
+
+    @level.setter
+    def level(self, level: int) -> None:
+        self.steps.words[layout.WORD_LEVEL] = level
+
+    @property
+    def sample(self) -> int:
+        return super().sample
+
+    @sample.setter
+    def sample(self, sample: int) -> None:
+        self.steps.words[layout.WORD_SAMPLE] = sample
+
+    def next_id(self) -> int:
         self.ids += 1
         return self.ids
 
@@ -31,7 +49,8 @@ class Memory(InProcess):
     def announce(self, *fields: Any) -> None:
         self.begun.append(SpanBegin(*fields))
 
-    enter = staticmethod(enter_span)
+    def enter(self, *fields: Any, **named: Any) -> Opened:
+        return enter_span(*fields, **named)
 
     def open_span(self, *fields: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The interface through which aspects record; implemented by :mod:`.ring_recorder` and :mod:`..sdk`."""
+"""The interface through which aspects record, the base of :mod:`.ring_recorder` and :mod:`..sdk`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sgl_aspects.run.control import LEVEL_MASK
 from sgl_aspects.tracing.context import Opened, TraceContext
-from sgl_aspects.tracing.records import AttributeValue, Event, SpanEnd, SpanType
+from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.records import AttributeValue, Event, SpanType
 
 if TYPE_CHECKING:
     from sgl_aspects.tracing.record.open_steps import OpenSteps
@@ -36,16 +38,20 @@ class Recorder(Protocol):
     Safe in several threads; after a fork the child writes records of its own.
     """
 
+    #: The memory of open steps; its words hold the level and the sampling too. May change at any time.
+    steps: OpenSteps
+    #: Returns a span id or key that is unique in the run.
+    new_id: Callable[[], int]
+
     @property
     def level(self) -> int:
-        """The recording level, 0 is off. Read with each request and each step."""
+        """The recording level, 0 (off) to 4: read with each request and step, for commands change it."""
+        return self.steps.words[layout.WORD_LEVEL] & LEVEL_MASK  # type: ignore[no-any-return]
 
     @property
     def sample(self) -> int:
         """The sampled share of steps, and of requests without a caller's decision, times 2**32."""
-
-    def new_id(self) -> int:
-        """Return a span id or key that is unique in the run."""
+        return self.steps.words[layout.WORD_SAMPLE]  # type: ignore[no-any-return]
 
     def spans(self, type: SpanType) -> SpanWriter:
         """Return the writer for spans of this type; called once per type."""
@@ -72,13 +78,10 @@ class Recorder(Protocol):
 
     def open(self) -> bool:
         """Make this process a writer of the run, if it is not; False if the run has ended."""
+        return True
 
     def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> Any:
         """Return OpenTelemetry's object for an open span; None if spans are recorded at their end."""
-
-    @property
-    def steps(self) -> OpenSteps:
-        """The memory of open steps; its words hold the level and the sampling too. May change at any time."""
 
     def text(self, text: str) -> int:
         """Return the number of a text for a step's words; 0 if there is no room for it."""
@@ -91,15 +94,6 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """End this process's part of the run; later records are lost."""
-
-
-def span_writer(type: SpanType, take: Callable[[SpanEnd], None]) -> SpanWriter:
-    """Return a writer that writes each span as one record."""
-
-    def write(*fields: Any, **named: Any) -> None:
-        take(SpanEnd(type, *fields, **named))
-
-    return write
 
 
 def in_sample(root_id: int, sample: int) -> bool:

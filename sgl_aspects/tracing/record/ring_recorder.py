@@ -25,7 +25,7 @@ from sgl_aspects.tracing.record import codec
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.file import RingFile
 from sgl_aspects.tracing.record.open_steps import OpenSteps
-from sgl_aspects.tracing.record.recorder import SpanWriter, id_source
+from sgl_aspects.tracing.record.recorder import Recorder, SpanWriter, id_source
 from sgl_aspects.tracing.record.slots import Slots
 from sgl_aspects.tracing.records import AttributeValue, Event, SpanType
 
@@ -33,8 +33,8 @@ _pack, _encode, _are_plain = layout.SLOT.pack_into, codec.encode, codec.PLAIN.is
 _class_of = type
 
 
-class RingRecorder:
-    """The recorder of this process: a :class:`~sgl_aspects.tracing.record.recorder.Recorder` over a ring.
+class RingRecorder(Recorder):
+    """The recorder of this process, with a ring.
 
     The file is made by ``open()`` or with the first record. A missing run folder means that the run has
     ended: recording then stops permanently. ``level`` and ``sample`` come from the control block.
@@ -79,11 +79,6 @@ class RingRecorder:
         if file is not None:
             file.close()
 
-    @property
-    def level(self) -> int:
-        """The recording level, 0 to 4; another process may change it at any time."""
-        return self.steps.words[layout.WORD_LEVEL] & LEVEL_MASK  # type: ignore[no-any-return]
-
     def is_looked(self) -> int:
         """Note in the control block that this process looks for requests; return the ring's slots."""
         file = self._file
@@ -91,11 +86,6 @@ class RingRecorder:
             return 0
         file.memory[ASKED_OFFSET] = 0
         return file.slots
-
-    @property
-    def sample(self) -> int:
-        """The sampled share of requests without a caller's decision, times 2**32."""
-        return self.steps.words[layout.WORD_SAMPLE]  # type: ignore[no-any-return]
 
     def open(self) -> bool:
         """Make this process a writer of the run; False if the run has ended."""
