@@ -236,6 +236,7 @@ KERNEL = SpanType(
         IDLE_HOST: float,
         IDLE_TRANSFER: float,
         IDLE_LAUNCH: float,
+        GRAPH: str,
         KERNEL_COUNT: int,
     },
 )

@@ -15,7 +15,10 @@ _COPIES = "Memcpy"
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, in nanoseconds; the idle times before it by reason. ``count`` above 1: the sum of several."""
+    """A kernel, in nanoseconds; the idle times before it, when the device ran none, by reason.
+
+    ``graph``: "replayed" for one of a graph. ``count`` above 1: the sum of several.
+    """
 
     name: str
     operator: str
@@ -25,6 +28,7 @@ class Kernel:
     idle_host_ns: int = 0
     idle_transfer_ns: int = 0
     idle_launch_ns: int = 0
+    graph: str | None = None
     count: int = 1
 
 
@@ -34,6 +38,7 @@ class _Work(NamedTuple):
     event: ProfilerEvent
     launched_ns: int
     operator: str
+    graph: str | None = None
 
 
 def kernels_of(
@@ -42,17 +47,32 @@ def kernels_of(
     """Return the kernels of each forward pass, by start, at most ``most`` of each.
 
     ``passes``: their begin and end, in the events' time, in this order. A kernel belongs to the pass that
-    launched it (one replay of a graph launches many), otherwise to the one during which it ran. ``is_host``:
-    the host is the device, and its operators are the kernels.
+    launched it (one replay of a graph launches many), otherwise to the one during which it ran. The idle time
+    before it counts from the end of any kernel, or from the begin of its pass: the times of a pass add up to
+    what lies between its begin and its last kernel's end. ``is_host``: the host is the device, and its
+    operators are the kernels.
     """
     begins = [begin for begin, _ in passes]
-    work: list[list[_Work]] = [[] for _ in passes]
+    found: list[list[Kernel]] = [[] for _ in passes]
+    reached = 0  # the end of the latest kernel, of any pass or none
+    copies: list[tuple[int, int]] = []  # begin and end of those since then
     ordered = sorted(events, key=lambda event: (event.start_ns, -event.duration_ns))
-    for each in _outermost(ordered) if is_host else _work_of(ordered):
-        at = bisect.bisect_right(begins, each.launched_ns) - 1
-        if at >= 0 and each.launched_ns < passes[at][1]:
-            work[at].append(each)
-    return [_bounded(_with_idle(one), most) for one in work]
+    for event, launched_ns, operator, graph in _outermost(ordered) if is_host else _work_of(ordered):
+        start, end = event.start_ns, event.start_ns + event.duration_ns
+        if event.name.startswith(_COPIES):
+            copies.append((start, end))
+            continue
+        at = bisect.bisect_right(begins, launched_ns) - 1
+        if at >= 0 and launched_ns < passes[at][1]:
+            since = max(reached, begins[at])
+            idle = max(0, start - since)
+            transfer = min(idle, sum(max(0, till - max(begin, since)) for begin, till in copies))
+            host = min(max(0, launched_ns - since), idle - transfer)
+            times = host, transfer, idle - transfer - host
+            name = _short(event.name)
+            found[at].append(Kernel(name, operator, start, event.duration_ns, event.stream, *times, graph))
+        reached, copies = max(reached, end), []
+    return [_bounded(kernels, most) for kernels in found]
 
 
 def _work_of(events: Sequence[ProfilerEvent]) -> Iterator[_Work]:
@@ -61,11 +81,11 @@ def _work_of(events: Sequence[ProfilerEvent]) -> Iterator[_Work]:
     launches = {event.launch_id: event for event in events if event.kind == "launch"}
     for event in (event for event in events if event.kind == "device"):
         launch = launches.get(event.launch_id)
-        operator = operators.get(event.operator_id, "")
+        graph = "replayed" if launch is not None and "Graph" in launch.name else None
         # A replayed graph has one launch for all of its kernels: its operator tells nothing of them.
-        if not operator or (launch is not None and "Graph" in launch.name):
-            operator = _short(event.name)
-        yield _Work(event, event.start_ns if launch is None else launch.start_ns, operator)
+        operator = "" if graph else operators.get(event.operator_id, "")
+        launched_ns = event.start_ns if launch is None else launch.start_ns
+        yield _Work(event, launched_ns, operator or _short(event.name), graph)
 
 
 def _outermost(events: Iterable[ProfilerEvent]) -> Iterator[_Work]:
@@ -77,30 +97,13 @@ def _outermost(events: Iterable[ProfilerEvent]) -> Iterator[_Work]:
             yield _Work(event, event.start_ns, event.name)
 
 
-def _with_idle(work: Iterable[_Work]) -> Iterator[Kernel]:
-    """Yield the kernels with the device's idle time before each: none of its streams ran one."""
-    reached, copies = 0, 0  # the end of the latest kernel; copies since then, in nanoseconds
-    for event, launched_ns, operator in work:
-        start, end = event.start_ns, event.start_ns + event.duration_ns
-        if event.name.startswith(_COPIES):
-            copies += max(0, end - max(start, reached)) if reached else 0
-            continue
-        idle = max(0, start - reached) if reached else 0
-        transfer = min(copies, idle)
-        host = min(max(0, launched_ns - reached), idle - transfer) if reached else 0
-        times = host, transfer, idle - transfer - host
-        yield Kernel(_short(event.name), operator, start, event.duration_ns, event.stream, *times)
-        reached, copies = max(reached, end), 0
-
-
 def _short(name: str) -> str:
     """Return a kernel's name without its result and the parameters of its template."""
     return name.removeprefix("void ").partition("(")[0].partition("<")[0][:_LONGEST_NAME]
 
 
-def _bounded(kernels: Iterable[Kernel], most: int) -> list[Kernel]:
+def _bounded(found: list[Kernel], most: int) -> list[Kernel]:
     """Return at most ``most``: where there are more, the shortest are summed up in the last."""
-    found = list(kernels)
     if len(found) <= most:
         return found
     longest = sorted(found, key=lambda kernel: -kernel.duration_ns)

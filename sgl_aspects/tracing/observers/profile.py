@@ -191,6 +191,7 @@ def _values(kernel: Kernel) -> list[AttributeValue]:
         kernel.operator,
         kernel.stream,
         *seconds,
+        kernel.graph,
         kernel.count if kernel.count > 1 else None,
     ]
 
