@@ -112,6 +112,7 @@ class Decoder:
         """Decode the slots at these positions: the records, and the number of damaged ones."""
         records: list[Record] = []
         damaged = 0
+        span, head_bytes = self._span, layout.SLOT_HEAD.size
         for position in positions:
             try:
                 kind, part, parts, size, checksum, first = _head_at(data, position)
@@ -120,9 +121,10 @@ class Decoder:
                     continue
                 if kind != layout.KIND_RECORD or part >= parts:
                     raise DamagedError(f"a record of kind {kind}, part {part} of {parts}")
-                start = position + layout.SLOT_HEAD.size
-                content = data[start : start + min(size, layout.PART_BYTES)]
-                if parts != 1:
+                start = position + head_bytes
+                if parts == 1 and size <= layout.PART_BYTES:
+                    content = data[start : start + size]
+                else:
                     whole = self._joined(first, part, parts, data[start : start + layout.PART_BYTES])
                     if whole is None:
                         continue
@@ -131,13 +133,16 @@ class Decoder:
                     raise DamagedError("a record with another checksum")
                 if not _is_safe(content):
                     raise DamagedError("a record of other things than plain values")
-                name, *fields = marshal.loads(content)
+                record = marshal.loads(content)
+                name = record[0]
                 if name.__class__ is int:
-                    records.append(self._span(name, *fields))
+                    records.append(span(*record))
+                elif name == BEGIN:
+                    records.append(self._begin(*record))
                 elif name == GROUP:
-                    self._group(*fields)
+                    self._group(*record[1:])
                 else:
-                    records.append(self._record(*_RECORDS[name], fields))
+                    records.append(self._record(*_RECORDS[name], record[1:]))
             except _ERRORS:
                 damaged += 1
         return records, damaged
@@ -203,11 +208,17 @@ class Decoder:
         span: SpanEnd = _new(SpanEnd, fields)
         return span
 
+    def _begin(
+        self, _: str, number: int, span_id: int, root_id: int, parent_id: int, start: int
+    ) -> SpanBegin:
+        _check(span_id | root_id | parent_id)
+        return SpanBegin(self._type(number), span_id, root_id, parent_id, self._time(start))
+
     def _record(
         self,
         make: Callable[..., Record],
         readers: tuple[Callable[[Decoder, Any], Any], ...],
-        fields: list[Any],
+        fields: tuple[Any, ...],
     ) -> Record:
         if len(fields) != len(readers):
             raise DamagedError(f"a record of {len(fields)} fields")
@@ -215,8 +226,9 @@ class Decoder:
 
     def _named(self, attributes: dict[Any, Any]) -> dict[str, Any]:
         """Return attributes whose keys are the numbers of their names, or names that had no room."""
+        text = self._text
         return {
-            self._text(key) if key.__class__ is int else encodable(str(key)): value
+            text(key) if key.__class__ is int else encodable(str(key)): value
             for key, value in attributes.items()
             if value is not None
         }
@@ -323,7 +335,8 @@ def _check(*ids: int) -> None:
 
 
 def _id(_: Decoder, number: int) -> int:
-    _check(number)
+    if number >> 64:
+        raise DamagedError(f"an id of {number}")
     return number
 
 
@@ -351,7 +364,6 @@ _time, _named = Decoder._time, Decoder._named
 #: Each record but spans and groups: what is made of it, and how each field is read. A field of another type
 #: raises ``TypeError`` where it is checked.
 _RECORDS: dict[str, tuple[Callable[..., Record], tuple[Callable[[Decoder, Any], Any], ...]]] = {
-    BEGIN: (SpanBegin, (Decoder._type, _id, _id, _id, _time)),
     "request": (
         RequestBegin,
         (_id, _text, _time, _trace_id, _id, _flag, _text, _flag, _name, _named),
