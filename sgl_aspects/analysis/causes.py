@@ -57,6 +57,7 @@ class Cause(Enum):
     PREEMPTED = "preempted and recomputed"
     DETOKENIZE = "detokenize"
     DELIVERY = "delivery to the caller"
+    CALLER = "the caller not reading"
 
 
 @dataclass
@@ -270,8 +271,18 @@ class Causes:
             if span.name == _DECODE:
                 has_decoded, was_preempted = True, False
             now = end
-        found.add(phase if phase is not Cause.HOST else Cause.DELIVERY, request.end_ns - now)
+        unread = self._unread_ns(request, now)
+        found.add(Cause.CALLER, unread)
+        found.add(phase if phase is not Cause.HOST else Cause.DELIVERY, request.end_ns - now - unread)
         return found
+
+    def _unread_ns(self, request: Span, after_ns: int) -> float:
+        """Return for how long after its phases the answer waited for the caller to read."""
+        for span in self._children[request.span_id]:
+            if span.name == schema.WAIT_FOR_CALLER.name and span.end_ns > span.start_ns:
+                share = span.number(schema.UNREAD_TIME) * 1e9 / (span.end_ns - span.start_ns)
+                return share * max(0, min(span.end_ns, request.end_ns) - max(span.start_ns, after_ns))
+        return 0.0
 
     def gaps(self, request: Span) -> list[Gap]:
         """Return the times between the request's tokens, the first of which begins its decode phase.

@@ -80,6 +80,7 @@ PREFILL_TOKENS = "sgl_aspects.prefill.tokens"
 PREFILL_CHUNK = "sgl_aspects.prefill.chunk"
 DETOKENIZE_CALLS = "sgl_aspects.detokenize.calls"
 DETOKENIZE_BUSY_TIME = "sgl_aspects.detokenize.busy_time"
+UNREAD_TIME = "sgl_aspects.caller.unread_time"
 STEP_ID = "sgl_aspects.step.id"
 MODE = "sgl_aspects.forward.mode"
 BATCH_SIZE = "sgl_aspects.batch.size"
@@ -182,6 +183,8 @@ TEMPLATE = SpanType("chat_template")
 #: Before it is tokenized: its adapter is loaded if it is not.
 WAIT_FOR_ADAPTER = SpanType("wait_for_adapter", {ADAPTER: str})
 TOKENIZE = SpanType("tokenize", {INPUT_TOKENS: int})
+#: From the first to the last time that the answer waited for its caller to read, and how long in all.
+WAIT_FOR_CALLER = SpanType("wait_for_caller", {UNREAD_TIME: float})
 DETOKENIZE = SpanType("detokenize", {DETOKENIZE_CALLS: int, DETOKENIZE_BUSY_TIME: float})
 #: A finish reason in the queue: the request ended there. Its own span has the error, if any.
 QUEUE = SpanType("queue", {FINISH_REASON: str})

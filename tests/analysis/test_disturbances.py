@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
 import pytest
 
 from tests.support import disturbances
-from tests.support.disturbances import DISTURBANCES, Disturbance, Found, Targets
-from tests.support.http_server import serving
-from tests.support.tiny_models import make_llama
+from tests.support.disturbances import Disturbances
+from tests.support.http_server import Server, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TARGETS = Targets(
-    "sgl_aspects.runtime.execution.model_runner:ModelRunner.compute_logits",
-    "sgl_aspects.runtime.loader.tokenizer:Tokenizer.encode",
-    "sgl_aspects.runtime.grammar:GrammarCompiler.compile",
-)
-FLAGS = {
-    "--max-total-tokens": disturbances.ROOM,
-    "--max-running-requests": disturbances.BATCH,
-    "--chunked-prefill-size": disturbances.CHUNK,
-    "--decode-reserve": 0,
-}
 
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    folder = tmp_path_factory.mktemp("disturbed")
-    make_llama(folder / "mini", max_position_embeddings=4096)
-    file = folder / "spans.jsonl"
-    environment = {
-        **disturbances.environment(folder, TARGETS),
-        "SGL_ASPECTS_TRACE": "3",
-        "SGL_ASPECTS_TRACE_EXPORTER": "otlp-json-file",
-        "SGL_ASPECTS_TRACE_FILE": str(file),
+class TestEmbedded(Disturbances):
+    targets = (
+        "sgl_aspects.runtime.execution.model_runner:ModelRunner.compute_logits",
+        "sgl_aspects.runtime.loader.tokenizer:Tokenizer.encode",
+        "sgl_aspects.runtime.grammar:GrammarCompiler.compile",
+    )
+    options: ClassVar[Mapping[str, object]] = {
+        "--max-total-tokens": disturbances.ROOM,
+        "--max-running-requests": disturbances.BATCH,
+        "--chunked-prefill-size": disturbances.CHUNK,
+        "--decode-reserve": 0,
     }
-    flags = [str(word) for pair in FLAGS.items() for word in pair]
-    with serving(folder / "mini", folder / "log", *flags, environment=environment) as running:
-        server = disturbances.Server(running.port, running.model, folder)
-        problems = disturbances.disturb(server)
-        running.stop()
-    return disturbances.found_in(file, server, problems)
 
-
-@pytest.mark.parametrize("disturbance", DISTURBANCES, ids=lambda one: one.name)
-def test_its_cause_comes_first(found: Found, disturbance: Disturbance) -> None:
-    found.check(disturbance)
+    @classmethod
+    @contextmanager
+    def serve(
+        cls, model: Path, log: Path, prefix: tuple[str, ...], words: list[str], environment: dict[str, str]
+    ) -> Iterator[Server]:
+        with serving(model, log, *words, prefix=prefix, environment=environment) as running:
+            yield running
+            running.stop()

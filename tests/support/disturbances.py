@@ -1,7 +1,8 @@
 """Disturbances of a server, and what must then be found as the first cause of a request's latency.
 
 A plugin in the server's processes makes some of them: it sleeps, so that each lasts as long on a busy
-machine, and far longer than what the disturbed request does itself.
+machine, and far longer than what the disturbed request does itself. A test file of an engine has a subclass
+of ``Disturbances``, which says how to serve it.
 """
 
 from __future__ import annotations
@@ -11,34 +12,46 @@ import http.client
 import json
 import os
 import signal
+import socket
+import statistics
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
+import pytest
 
 from sgl_aspects.analysis.causes import Cause, Causes
-from sgl_aspects.analysis.spans import read_spans
+from sgl_aspects.analysis.spans import Span, read_spans
 from tests.support.callers import CALLER, parent, trace_id
 from tests.support.distributions import install_plugin
 from tests.support.processes import wait_until
+from tests.support.tiny_models import make_llama, make_tokenizer
 
-#: Seconds for which the plugin sleeps, and a process is stopped.
+#: Seconds for which the plugin sleeps.
 PAUSE = 4.0
+#: For which a process is stopped at least, and in steps as they usually are: one that takes ten times as long
+#: as usual was held up.
+STOP, STOP_STEPS = 0.3, 15
 #: What every server must have: tokens in its KV cache, requests in a batch, tokens of a prompt in a step.
 ROOM, BATCH, CHUNK = 2560, 4, 2048
 #: In texts and schemas that are slow to handle.
 SLOW = "slowly"
 
 _PLUGIN = """
-import gc, json, os, signal, time
+import gc, itertools, json, os, signal, time
 from pathlib import Path
 import sgl_aspects as aspects
 
 FOLDER = Path(os.environ["DISTURBANCES"])
+UNEVEN = itertools.cycle([*[0.04] * 19, 0.2])
 
 def take(name):
     try:
@@ -58,7 +71,7 @@ def tokens_of(arguments):
 def forward(original_fn, *args, **kwargs):
     tokens = tokens_of((*args[1:], *kwargs.values()))
     if tokens:
-        time.sleep(0.005)
+        time.sleep(next(UNEVEN) if (FOLDER / "uneven").exists() else 0.005)
     if tokens > 1900 and take("long prompt"):
         time.sleep(PAUSE)
     if 0 < tokens <= 8 and take("stop"):
@@ -86,39 +99,24 @@ def activate():
 """
 
 
-@dataclass(frozen=True)
-class Targets:
-    """The functions of an engine that are disturbed: forward passes; what handles texts and schemas."""
-
-    forward: str
-    tokenize: str
-    grammar: str
-
-
-def environment(folder: Path, targets: Targets) -> dict[str, str]:
-    """Install the plugin in ``folder``; return the variables of a server that loads it."""
-    install_plugin(folder, "disturbing", _PLUGIN.replace("PAUSE", str(PAUSE)))
-    return {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", "")))),
-        "DISTURBANCES": str(folder),
-        "DISTURBED": json.dumps([[targets.forward], [targets.tokenize, targets.grammar]]),
-    }
-
-
 @dataclass
 class Server:
     """A server under disturbances. ``model``: its name in requests; ``folder``: the plugin's.
 
     ``has_min_tokens``: it takes the least length of an answer; it keeps room for answers without an end.
+    ``step``: seconds between two tokens of one request alone.
     """
 
     port: int
-    model: str
     folder: Path
-    has_min_tokens: bool = False
+    has_min_tokens: bool
+    model: str = "mini"
+    step: float = 0.0
     numbers: dict[str, int] = field(default_factory=dict)
 
-    def begin(self, name: str, prompt: list[int] | str | None, tokens: int, **more: Any) -> Stream:
+    def begin(
+        self, name: str, prompt: list[int] | str | None, tokens: int, rest: float = 0.0, **more: Any
+    ) -> Stream:
         """Send a streamed request; its spans are in a trace of its own, found by ``name``."""
         number = self.numbers[name] = len(self.numbers)
         path = "/v1/chat/completions" if prompt is None else "/v1/completions"
@@ -126,10 +124,12 @@ class Server:
         if prompt is not None:
             body |= {"prompt": prompt}
             body |= {"min_tokens": tokens} if self.has_min_tokens else {"ignore_eos": True}
-        return Stream(self.port, path, body, parent(number))
+        return Stream(self.port, path, body, parent(number), rest)
 
-    def ask(self, name: str, prompt: list[int] | str | None, tokens: int, **more: Any) -> None:
-        self.begin(name, prompt, tokens, **more).read()
+    def ask(self, name: str, prompt: list[int] | str | None, tokens: int, **more: Any) -> Stream:
+        stream = self.begin(name, prompt, tokens, **more)
+        stream.read()
+        return stream
 
     def mark(self, name: str) -> Path:
         """Ask the plugin for something; returns the file that is there once it does it."""
@@ -138,11 +138,23 @@ class Server:
 
 
 class Stream:
-    """A streamed answer, read in a thread."""
+    """A streamed answer, read in a thread. ``stamps``: when its chunks came.
 
-    def __init__(self, port: int, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
-        self.chunks, self.problem, self._is_over = 0, "", threading.Event()
+    ``rest``: seconds for which it reads nothing after the first chunk, with buffers as small as they can be:
+    with small segments, the sender's are small, too.
+    """
+
+    def __init__(
+        self, port: int, path: str, body: Mapping[str, Any], headers: Mapping[str, str], rest: float
+    ) -> None:
+        self.stamps: list[float] = []
+        self.problem, self._is_over, self._rest = "", threading.Event(), rest
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        if rest:
+            slow = self._connection.sock = socket.socket()
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            slow.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+            slow.connect(("127.0.0.1", port))
         self._ask = path, json.dumps(body), {"content-type": "application/json", **headers}
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -154,7 +166,10 @@ class Stream:
             if response.status != 200:
                 self.problem = f"{response.status}: {response.read()[:500]!r}"
             while not self.problem and (line := response.readline()):
-                self.chunks += line.startswith(b"data: {")
+                if line.startswith(b"data: {"):
+                    self.stamps.append(time.monotonic())
+                    if len(self.stamps) == 1:
+                        time.sleep(self._rest)
                 if self._is_over.is_set():
                     response.close()
                     break
@@ -163,8 +178,12 @@ class Stream:
         finally:
             self._connection.close()
 
-    def wait(self, chunks: int = 1) -> None:
-        wait_until(lambda: self.chunks >= chunks or bool(self.problem), 120)
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.stamps)]
+
+    def wait(self) -> None:
+        wait_until(lambda: bool(self.stamps or self.problem), 120)
         assert not self.problem, self.problem
 
     def leave(self) -> None:
@@ -225,7 +244,7 @@ def _stopped(server: Server) -> None:
     process = psutil.Process(int(pid.read_text()))
     try:
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 60)
-        time.sleep(PAUSE)  # it does not run meanwhile
+        time.sleep(max(STOP, STOP_STEPS * server.step))  # it does not run meanwhile
     finally:
         os.kill(process.pid, signal.SIGCONT)
     stream.read()
@@ -246,12 +265,19 @@ def _retraction(server: Server) -> None:
 
 def _abort_storm(server: Server) -> None:
     storm = [server.begin(f"abort storm: culprit {n}", _prompt(20 + n, 64), 400) for n in range(12)]
-    wait_until(lambda: sum(one.chunks > 0 for one in storm) >= BATCH, 120)
+    wait_until(lambda: sum(bool(one.stamps) for one in storm) >= BATCH, 120)
     victim = server.begin("abort storm", _prompt(40, 8), 1)
-    wait_until(lambda: sum(one.chunks for one in storm) >= 600, 240)
+    wait_until(lambda: sum(len(one.stamps) for one in storm) >= 600, 240)
     for stream in storm:
         stream.leave()
     victim.read()
+
+
+def _slow_client(server: Server) -> None:
+    """It reads on long after the answer has been made, of which the buffers hold a part."""
+    began = time.monotonic()
+    server.ask("quick client", _prompt(41, 8), 400, logprobs=20)
+    server.ask("slow client", _prompt(42, 8), 400, logprobs=20, rest=3 * (time.monotonic() - began))
 
 
 @dataclass(frozen=True)
@@ -272,6 +298,7 @@ DISTURBANCES = [
     Disturbance("slow grammar", _slow_grammar, (Cause.GRAMMAR,)),
     Disturbance("slow tokenizer", _slow_tokenizer, (Cause.TOKENIZE,)),
     Disturbance("stopped process", _stopped, (Cause.HOST,)),
+    Disturbance("slow client", _slow_client, (Cause.CALLER,)),
     Disturbance("retraction", _retraction, (Cause.PREEMPTED,), True),
     Disturbance("garbage collection", _garbage, (Cause.HOST,)),
     Disturbance("abort storm", _abort_storm, _IN_FRONT, True),
@@ -280,41 +307,108 @@ DISTURBANCES = [
 
 @dataclass
 class Found:
-    """What was found of the disturbed requests, by name."""
+    """What was found of the disturbed requests, by name. ``seen``: clients' times between chunks."""
 
     causes: Causes
     numbers: Mapping[str, int]
-    problems: dict[str, str]
+    problems: Mapping[str, str]
+    seen: Mapping[str, Sequence[float]]
 
-    def check(self, disturbance: Disturbance) -> None:
-        """Check that the named cause comes first, with its culprit, and that the causes add up."""
-        name = disturbance.name
-        assert name not in self.problems, self.problems[name]
+    def request(self, name: str) -> Span:
         (request,) = self.causes.find(trace_id(self.numbers[name]))
-        found = self.causes.explain(request)
-        cause = found.ranked()[0][0]
-        assert cause in disturbance.first, found.ranked()
-        assert abs(sum(found.seconds.values()) - request.seconds) < 0.01 * request.seconds
+        return request
+
+
+class Disturbances(ABC):
+    """Tests of an engine's server.
+
+    ``targets``: functions that are disturbed: forward passes; what handles texts; and schemas.
+    ``options``: its command's, with ``ROOM``, ``BATCH`` and ``CHUNK``. ``model``: the model's configuration.
+    """
+
+    targets: ClassVar[tuple[str, str, str]]
+    options: ClassVar[Mapping[str, object]]
+    model: ClassVar[Mapping[str, int]] = {}
+    has_min_tokens: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def serve(
+        cls, model: Path, log: Path, prefix: tuple[str, ...], words: list[str], environment: dict[str, str]
+    ) -> AbstractContextManager[Any]:
+        """Serve ``model``; yields what has the ``port``."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def found(cls, tmp_path_factory: pytest.TempPathFactory) -> Found:
+        folder = tmp_path_factory.mktemp("disturbed")
+        make_llama(folder / "mini", max_position_embeddings=4096, **cls.model)
+        install_plugin(folder, "disturbing", _PLUGIN.replace("PAUSE", str(PAUSE)))
+        forward, *others = cls.targets
+        environment = {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", "")))),
+            "DISTURBANCES": str(folder),
+            "DISTURBED": json.dumps([[forward], others]),
+        }
+        file = folder / "spans.jsonl"
+        prefix = (sys.executable, "-m", "sgl_aspects", "run", "--level", "3", "--file", str(file), "--")
+        words = [str(word) for pair in cls.options.items() for word in pair]
+        with cls.serve(folder / "mini", folder / "log", prefix, words, environment) as running:
+            server = Server(running.port, folder, cls.has_min_tokens)
+            problems, seen = _disturb(server)
+        return _found_in(file, server, problems, seen)
+
+    @pytest.mark.parametrize("disturbance", DISTURBANCES, ids=lambda one: one.name)
+    def test_its_cause_comes_first(self, found: Found, disturbance: Disturbance) -> None:
+        """With its culprit, and the causes add up."""
+        name = disturbance.name
+        assert name not in found.problems, found.problems[name]
+        request = found.request(name)
+        explained = found.causes.explain(request)
+        cause = explained.ranked()[0][0]
+        assert cause in disturbance.first, explained.ranked()
+        assert abs(sum(explained.seconds.values()) - request.seconds) < 0.01 * request.seconds
         if disturbance.has_culprit:
-            shares = found.culprits[cause]
-            guilty = self.causes.by_id[max(shares, key=lambda one: shares[one])]
-            names = {trace_id(number): name for name, number in self.numbers.items()}
+            shares = explained.culprits[cause]
+            guilty = found.causes.by_id[max(shares, key=lambda one: shares[one])]
+            names = {trace_id(number): name for name, number in found.numbers.items()}
             assert names[guilty.trace_id].startswith(f"{name}: culprit")
 
+    def test_a_client_that_rests_while_buffers_have_room_is_not_named(self, found: Found) -> None:
+        assert Cause.CALLER not in found.causes.explain(found.request("short answer")).seconds
 
-def disturb(server: Server) -> dict[str, str]:
-    """Do all to the server; returns what went wrong, by name."""
+    def test_times_between_tokens_are_those_that_a_client_stamps(self, found: Found) -> None:
+        """Median and 99th percentile within 2 %; in the quietest of some answers: others may be at work."""
+        off = {}
+        for name, seen in found.seen.items():
+            gaps = [gap.seconds for gap in found.causes.gaps(found.request(name))]
+            told, stamped = (statistics.quantiles(each, n=100) for each in (gaps, seen))
+            off[name] = max(abs(told[at] / stamped[at] - 1) for at in (49, 98))
+        assert min(off.values()) < 0.02, off
+
+
+def _disturb(server: Server) -> tuple[dict[str, str], dict[str, list[float]]]:
+    """Do all to the server; returns what went wrong, and times between chunks of undisturbed answers."""
     server.ask("first calls are slow", _prompt(0, 64), 4)
+    server.step = statistics.median(server.ask("alone", _prompt(43, 64), 40).gaps)
     problems = {}
     for disturbance in DISTURBANCES:
         try:
             disturbance.disturb(server)
         except AssertionError as error:
             problems[disturbance.name] = str(error)
-    return problems
+    server.ask("short answer", _prompt(44, 8), 8, rest=1.0)
+    (server.folder / "uneven").touch()
+    letter = make_tokenizer().token_to_id("a")  # a part of a character would bring no chunk
+    seen = {}
+    for name in ("uneven 1", "uneven 2", "uneven 3", "uneven 4"):
+        seen[name] = server.ask(name, _prompt(45, 8), 150, logit_bias={str(letter): 100}).gaps
+    return problems, seen
 
 
-def found_in(file: Path, server: Server, problems: dict[str, str]) -> Found:
+def _found_in(
+    file: Path, server: Server, problems: Mapping[str, str], seen: Mapping[str, Sequence[float]]
+) -> Found:
     """Read the spans of a server that has ended, once the collector has written all."""
     wanted = {trace_id(number) for number in server.numbers.values()}
 
@@ -325,4 +419,4 @@ def found_in(file: Path, server: Server, problems: dict[str, str]) -> Found:
         return False
 
     wait_until(are_all, 60)
-    return Found(Causes(read_spans(file)), server.numbers, problems)
+    return Found(Causes(read_spans(file)), server.numbers, problems, seen)

@@ -40,6 +40,7 @@ from sgl_aspects.tracing.schema import (
     TENANT,
     TOKENIZE,
     WAIT_FOR_ADAPTER,
+    WAIT_FOR_CALLER,
 )
 
 _IDLE_NS = 60_000_000_000
@@ -128,7 +129,8 @@ class CallTracker:
         self._process = process or ProcessTracker(recorder)
         self._parent_based = options.parent_based
         self._write_request = recorder.spans(REQUEST)
-        self._parts = {type: recorder.spans(type) for type in (TEMPLATE, TOKENIZE, WAIT_FOR_ADAPTER)}
+        parts = (TEMPLATE, TOKENIZE, WAIT_FOR_ADAPTER, WAIT_FOR_CALLER)
+        self._parts = {type: recorder.spans(type) for type in parts}
         self._write_detokenize = recorder.spans(DETOKENIZE)
         reader = engine.reader
         self._rids = reader("request.rids")
@@ -273,7 +275,7 @@ class CallTracker:
         self._parts[TOKENIZE](span_id, root, root, start_ns, end_ns, (count,), problem)
 
     def add_part(self, call: Call, type: SpanType, part: Part) -> None:
-        """Record a whole ``chat_template``, ``tokenize`` or ``wait_for_adapter`` of the request."""
+        """Record a whole ``chat_template``, ``tokenize``, ``wait_for_…`` of the request."""
         self._parts[type](self._recorder.new_id(), call.span_id, call.span_id, *part)
 
     def sent(self, call: Call) -> None:
@@ -378,6 +380,16 @@ class CallTracker:
         values = [None] * (len(REQUEST.attributes) - 1)
         self._write(call, monotonic_ns(), [*values, exchange.status], str(exchange.status))
 
+    def delivered(self, call: Call, exchange: Exchange, reason: str | None) -> None:
+        """End a request whose engine has ended it, when its caller has the answer, or is gone."""
+        self._add_unread(call, exchange)
+        self.end(call, reason)
+
+    def _add_unread(self, call: Call, exchange: Exchange) -> None:
+        if exchange.unread:
+            start_ns, end_ns, total_ns = exchange.unread
+            self.add_part(call, WAIT_FOR_CALLER, (start_ns, end_ns, (total_ns / 1e9,), ""))
+
     def _end_streamed(self, call: Call, exchange: Exchange) -> None:
         """End a streamed request when its response is complete or its client is gone."""
         self.live.pop(call.rid, None)
@@ -404,6 +416,7 @@ class CallTracker:
         if exchange is not None and call.of is None:
             first_ns = first_ns and (exchange.first_ns or first_ns)
             response_id = exchange.response_id or response_id
+            self._add_unread(call, exchange)
         # Clamp at 0: the clock may have been set back.
         to_first = (first_ns - call.start_ns) / 1e9 if first_ns and first_ns >= call.start_ns else None
         problem = problem or next(filter(None, (self._engine.outcome(one).problem for one in reasons)), "")

@@ -35,9 +35,11 @@ class Exchange:
     """One HTTP request and its response, in nanoseconds since the epoch; 0: not yet.
 
     ``scope``: ASGI's. ``status``, ``response_id``: the response's. ``is_taken``: an engine's request is this
-    exchange's; further ones in it have times of their own. ``is_over``: it has ended. ``is_whole``: the
-    client got all of the response. ``tokenized``, ``templated``: tokenizations and uses of a chat template
-    before the request began, in order. ``at_end``: called when the response is complete, or its client gone.
+    exchange's; further ones in it have times of their own (``is_shared``). ``is_over``: it has ended.
+    ``is_whole``: the client got all of the response. ``tokenized``, ``templated``: tokenizations and uses of
+    a chat template before the request began, in order. ``at_end``: called when the response is complete, or
+    its client gone. ``unread``: first begin, last end and total of the times in which the buffers were full,
+    since the client did not read; empty if they never were.
     """
 
     scope: Mapping[str, Any]
@@ -46,11 +48,13 @@ class Exchange:
     status: int = 0
     response_id: str = ""
     is_taken: bool = False
+    is_shared: bool = False
     is_over: bool = False
     is_whole: bool = False
     tokenized: list[Part] = field(default_factory=list)
     templated: list[Part] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
 
     @property
     def path(self) -> str:

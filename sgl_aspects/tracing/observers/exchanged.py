@@ -32,6 +32,8 @@ _SERVER = "uvicorn.protocols.http.*_impl:RequestResponseCycle"
 HTTP_ROLES = {
     "exchange": Role((f"{_SERVER}.run_asgi",), ("cycle:self",)),
     "respond": Role((f"{_SERVER}.send",), ("cycle:self", "message")),
+    # Called only where the buffers of the connection are full.
+    "await_caller": Role(("uvicorn.protocols.http.flow_control:FlowControl.drain",)),
 }
 
 # The id at the start of an answer, in OpenAI's and Anthropic's forms, streamed or not.
@@ -64,6 +66,7 @@ class ExchangeObserver:
         return [
             Observation("exchange", self._exchange_enter, self._exchange_exit),
             Observation("respond", self._respond_enter),
+            Observation("await_caller", self._unread_enter, self._unread_exit),
         ]
 
     def _exchange_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Exchange, Any]:
@@ -99,6 +102,17 @@ class ExchangeObserver:
             exchange.response_id = found[1].decode()
         if _PREAMBLE.fullmatch(body) is None:
             exchange.first_ns = monotonic_ns()
+
+    def _unread_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Exchange | None, int]:
+        return current_exchange.get(), monotonic_ns()
+
+    def _unread_exit(
+        self, token: tuple[Exchange | None, int], result: Any, error: BaseException | None
+    ) -> None:
+        (exchange, start_ns), end_ns = token, monotonic_ns()
+        if exchange is not None:
+            first_ns, _, total_ns = exchange.unread or (start_ns, 0, 0)
+            exchange.unread = [first_ns, end_ns, total_ns + end_ns - start_ns]
 
     def _record_refused(self, exchange: Exchange) -> None:
         operation = operation_of(exchange.path)

@@ -15,6 +15,7 @@ import contextvars
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic_ns
 from typing import Any
 
@@ -203,6 +204,8 @@ class ServingObserver:
         if exchange is not None and not exchange.is_taken:
             exchange.is_taken, start_ns = True, exchange.start_ns
         else:  # not over HTTP, or one of several requests of an HTTP request
+            if exchange is not None:
+                exchange.is_shared = True
             start_ns = self._received_ns(request) or serving.start_ns
         headers = self._http_headers(http or exchange)
         path = self._path(http) if http is not None else exchange.path if exchange is not None else ""
@@ -407,6 +410,7 @@ class CallingObserver(ServingObserver):
         first = self._calls.live.get(self._group(request) or "")
         call = self._open(serving, request, first.origin if first else None)
         call.exchange = serving.exchange  # for its status, if the request fails
+        call.ends_with_exchange = bool(self._streams(request))
         return call, self._calls.enter(call)
 
     def _open_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
@@ -440,10 +444,14 @@ class CallingObserver(ServingObserver):
         call.tokens = (*self._tokens(state),)
         call.first_ns = self._first_token_ns(state) or 0
         call.text = self._text(state) or ""
-        error = self._finish_error(args, kwargs)
+        error, reason = self._finish_error(args, kwargs), self._finish_reason(args, kwargs)
         if error is None:
-            call.exchange = None  # the engine's own id and time of the first token
-        calls.end(call, self._finish_reason(args, kwargs), error_type(error))
+            exchange, call.exchange = call.exchange, None  # the engine's own id and time of the first token
+            if exchange is not None and call.ends_with_exchange and not exchange.is_shared:
+                exchange.at_end.append(partial(calls.delivered, call, exchange, reason))
+                if not exchange.is_over:  # read last: the server's thread may be ending it
+                    return
+        calls.end(call, reason, error_type(error))
 
 
 class DetokenizerObserver:
