@@ -7,34 +7,26 @@ it is computed from spans, after the fact.
 
 from __future__ import annotations
 
-import bisect
 import re
-import statistics
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 from typing import NamedTuple
 
+from sgl_aspects.analysis.schedulers import Scheduler, Step, schedulers_of
 from sgl_aspects.analysis.spans import Span
 from sgl_aspects.tracing import schema
 
-_STEP, _QUEUE, _DECODE = schema.STEP.name, schema.QUEUE.name, schema.DECODE.name
+_QUEUE, _DECODE = schema.QUEUE.name, schema.DECODE.name
 _PREFILL, _TOKENIZE, _DETOKENIZE = schema.PREFILL.name, schema.TOKENIZE.name, schema.DETOKENIZE.name
-_GRAMMAR = schema.GRAMMAR.name
 _CHOICES = f"{schema.REQUEST_PREFIX}choice.count"
 #: What OpenAI's API puts before a response's id.
 _OPENAI = re.compile("^(chat)?cmpl-")
-_TRANSFERS = (schema.BOOTSTRAP.name, schema.KV_TRANSFER.name)
-#: The scheduler's mode of a batch in which each request gets its next token.
-_DECODING = "decode"
 #: Between two steps a scheduler at work needs less time than this.
 _IDLE_NS = 50_000_000
 #: A decode step that takes so much longer than usual was held up on the host: a process that was stopped.
 _HELD_UP = 10
-#: With less, the KV cache tells nothing about its size.
-_LEAST_USAGE = 0.05
 
 
 class Cause(Enum):
@@ -58,6 +50,16 @@ class Cause(Enum):
     DETOKENIZE = "detokenize"
     DELIVERY = "delivery to the caller"
     CALLER = "the caller not reading"
+
+
+#: Phases that are one cause each, and the cause of what follows until the next phase.
+_WHOLE = {
+    _TOKENIZE: (Cause.TOKENIZE, Cause.HAND_OVER),
+    schema.GRAMMAR.name: (Cause.GRAMMAR, Cause.HOST),
+    schema.BOOTSTRAP.name: (Cause.TRANSFER, Cause.HOST),
+    schema.KV_TRANSFER.name: (Cause.TRANSFER, Cause.HOST),
+    _DETOKENIZE: (Cause.DETOKENIZE, Cause.DELIVERY),
+}
 
 
 @dataclass
@@ -103,83 +105,6 @@ class Gap(NamedTuple):
         return max(0, self.step.end_ns - self.start_ns) / 1e9
 
 
-@dataclass
-class _Step:
-    """A step of a scheduler, and the prompts in it: request span id → tokens."""
-
-    span: Span
-    members: frozenset[str]
-    device_ns: float = 0.0
-    prompts: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def is_decode(self) -> bool:
-        return self.span.attributes.get(schema.MODE) == _DECODING
-
-    def others(self, own: str) -> list[tuple[str, float]]:
-        """Return the other requests whose prompts are in this step, with their tokens."""
-        return [(one, tokens) for one, tokens in self.prompts.items() if one != own and tokens > 0]
-
-
-class _Scheduler:
-    """The steps of one scheduler's process, by the end of each.
-
-    ``tokens``: of the prompts and of the answers, by span ids of requests.
-    """
-
-    def __init__(self, steps: list[_Step], tokens: Mapping[str, tuple[float, float]]) -> None:
-        self.steps = sorted(steps, key=lambda step: step.span.end_ns)
-        self._ends = [step.span.end_ns for step in self.steps]
-        self._tokens = tokens
-        device = [step.device_ns for step in steps if step.is_decode]
-        self.usual_decode_ns = statistics.median(device) if device else 0.0
-
-    @cached_property
-    def _largest_batch(self) -> float:
-        return max(step.span.number(schema.BATCH_SIZE) for step in self.steps)
-
-    @cached_property
-    def _capacity(self) -> float:
-        """Tokens that the KV cache holds, as its usage tells of the running requests' tokens; 0: unknown."""
-        counts: Counter[str] = Counter()
-        found = []
-        for step in self.steps:
-            counts.update(step.members)
-            usage = step.span.number(schema.KV_USAGE)
-            if step.is_decode and usage > _LEAST_USAGE:
-                found.append(sum(self._prompt_of(one) + counts[one] for one in step.members) / usage)
-        return statistics.median(found) if found else 0.0
-
-    def _prompt_of(self, request: str) -> float:
-        return self._tokens.get(request, (0.0, 0.0))[0]
-
-    def holders(self, step: _Step) -> list[tuple[str, float]]:
-        """Return the step's requests with the tokens that each holds in the end."""
-        return [(one, max(1.0, sum(self._tokens.get(one, (0.0, 0.0))))) for one in sorted(step.members)]
-
-    def what_was_full(
-        self, step: _Step, request: str, ns: float
-    ) -> tuple[Cause, float, list[tuple[str, float]]]:
-        """Return why the request was not in this step, which began after it had come, ``ns``, and who was.
-
-        The largest batch of the run is taken for the limit of running requests. An engine may keep room for
-        the whole answers of those that run.
-        """
-        held = self.holders(step)
-        taken = max(step.span.number(schema.KV_USAGE) * self._capacity, sum(tokens for _, tokens in held))
-        has_room = not self._capacity or self._prompt_of(request) <= self._capacity - taken
-        is_full = step.span.number(schema.BATCH_SIZE) >= self._largest_batch
-        if is_full and has_room:
-            return Cause.QUEUED_BATCH_FULL, ns, [(one, 1.0) for one, _ in held]
-        return Cause.QUEUED_KV_ROOM, ns, held
-
-    def ended(self, after_ns: int, until_ns: int) -> Sequence[_Step]:
-        """Return the steps whose results came in this time, and the one that was under way at its end."""
-        first = bisect.bisect_right(self._ends, after_ns)
-        last = bisect.bisect_right(self._ends, until_ns)
-        return self.steps[first : last + 1]
-
-
 class Causes:
     """Explains requests of a run.
 
@@ -197,29 +122,10 @@ class Causes:
                 self.answers[span.parent_id].append(span)
         self.by_id.update((span.span_id, span) for found in self.answers.values() for span in found)
         self._children: dict[str, list[Span]] = defaultdict(list)
-        by_process: dict[tuple[str, int], list[_Step]] = defaultdict(list)
-        steps: dict[str, _Step] = {}
-        prefills: list[Span] = []
         for span in spans:
-            if span.name == _STEP:
-                step = steps[span.trace_id] = _Step(span, frozenset(span.links))
-                by_process[span.host, span.process_id].append(step)
-            elif span.parent_id in self.by_id:
+            if span.parent_id in self.by_id:
                 self._children[span.parent_id].append(span)
-                if span.name == _PREFILL:
-                    prefills.append(span)
-        _add_device_times(spans, steps)
-        for place, found in by_process.items():
-            _add_prompts(found, [span for span in prefills if (span.host, span.process_id) == place])
-        self._schedulers = {place: _Scheduler(found, self._tokens()) for place, found in by_process.items()}
-
-    def _tokens(self) -> dict[str, tuple[float, float]]:
-        """Return the tokens of each prompt and of its answer. A prompt's answers share its length."""
-        found = {}
-        for span_id, span in self.by_id.items():
-            prompt = span if schema.INPUT_TOKENS in span.attributes else self.by_id.get(span.parent_id, span)
-            found[span_id] = prompt.number(schema.INPUT_TOKENS), span.number(schema.OUTPUT_TOKENS)
-        return found
+        self._schedulers = schedulers_of(spans, self.by_id)
 
     def find(self, text: str) -> list[Span]:
         """Return the requests and answers with this request, response or trace id.
@@ -329,7 +235,7 @@ class Causes:
 
     def _phases(self, request: Span) -> list[Span]:
         """Return the request's phases by start; detokenize last, as it runs beside decode."""
-        names = (_TOKENIZE, _GRAMMAR, _QUEUE, *_TRANSFERS, _PREFILL, _DECODE, _DETOKENIZE)
+        names = {*_WHOLE, _QUEUE, _PREFILL, _DECODE}
         served = [request, *self._awaited(request)]
         found = [span for one in served for span in self._children[one.span_id] if span.name in names]
         return sorted(found, key=lambda span: (span.name == _DETOKENIZE, span.start_ns))
@@ -355,30 +261,22 @@ class Causes:
             held = [each for step in self._steps_in(span) for each in scheduler.holders(step)]
             found.add(Cause.PREEMPTED, end - start, [each for each in held if each[0] != span.parent_id])
             return Cause.PREEMPTED
-        if span.name == _TOKENIZE:
-            found.add(Cause.TOKENIZE, end - start)
-            return Cause.HAND_OVER
+        if span.name in _WHOLE:
+            cause, following = _WHOLE[span.name]
+            found.add(cause, end - start)
+            return following
         if span.name == _QUEUE:
             self._before_batch(found, span, start, end, Cause.QUEUED_IDLE)
             return Cause.HOST
-        if span.name == _GRAMMAR:
-            found.add(Cause.GRAMMAR, end - start)
-            return Cause.HOST
-        if span.name in _TRANSFERS:
-            found.add(Cause.TRANSFER, end - start)
-            return Cause.HOST
-        if span.name == _DETOKENIZE:
-            found.add(Cause.DETOKENIZE, end - start)
-            return Cause.DELIVERY
         self._within_steps(found, span, start, end)
         return Cause.HOST if span.name == _PREFILL else Cause.DELIVERY
 
-    def _steps_in(self, span: Span) -> Sequence[_Step]:
+    def _steps_in(self, span: Span) -> Sequence[Step]:
         return self._scheduler_of(span).ended(span.start_ns, span.end_ns)
 
-    def _scheduler_of(self, span: Span) -> _Scheduler:
+    def _scheduler_of(self, span: Span) -> Scheduler:
         """Return the scheduler that wrote the span; one without steps at level 1."""
-        return self._schedulers.get((span.host, span.process_id)) or _Scheduler([], {})
+        return self._schedulers.get((span.host, span.process_id)) or Scheduler([], {})
 
     def _before_batch(self, found: Explanation, span: Span, start: int, end: int, idle: Cause) -> None:
         """Divide a time before the first batch by the steps that ran; ``idle``: the cause if none did."""
@@ -398,8 +296,10 @@ class Causes:
                 found.add(idle, ended - now)
             elif step.span.start_ns < span.start_ns:  # it could not be in this one
                 found.add(Cause.QUEUED_STEP, ended - now)
+            elif scheduler.was_batch_full(step, own):
+                found.add(Cause.QUEUED_BATCH_FULL, ended - now, [(one, 1.0) for one in sorted(step.members)])
             else:
-                found.add(*scheduler.what_was_full(step, own, ended - now))
+                found.add(Cause.QUEUED_KV_ROOM, ended - now, scheduler.holders(step))
             now = ended
         found.add(idle, end - now)
 
@@ -408,7 +308,7 @@ class Causes:
         scheduler = self._scheduler_of(span)
         own, now = span.parent_id, start
         cause = Cause.PREFILL if span.name == _PREFILL else Cause.DECODE
-        pending: list[_Step] = []
+        pending: list[Step] = []
         for step in scheduler.ended(start, end):
             pending.append(step)
             if own not in step.members or step.span.end_ns > end:
@@ -424,11 +324,11 @@ class Causes:
     def _add_gap(
         self,
         found: Explanation,
-        steps: list[_Step],
+        steps: list[Step],
         start: int,
         end: int,
         cause: Cause,
-        scheduler: _Scheduler,
+        scheduler: Scheduler,
         own: str,
     ) -> None:
         """Add a time between two results of ``own``; ``steps`` ended in it, or were under way at its end."""
@@ -440,49 +340,18 @@ class Causes:
             others = step.others(own)
             if own not in step.members:
                 parts.append((Cause.OTHERS_PREFILL if others else Cause.HOST, inside, others))
-            elif others and own not in step.prompts:
-                mine = min(inside, usual)
-                parts += [(cause, mine, []), (Cause.OTHERS_PREFILL, inside - mine, others)]
             elif others:
-                tokens = sum(step.prompts.values())
-                mine = inside * step.prompts[own] / tokens
+                share = step.prompts.get(own, 0.0) / sum(step.prompts.values())
+                mine = inside * share if own in step.prompts else min(inside, usual)
                 parts += [(cause, mine, []), (Cause.OTHERS_PREFILL, inside - mine, others)]
-            elif step.is_decode and inside > longest:
-                parts.append((cause, usual, []))
             else:
-                parts.append((cause, inside, []))
+                was_held_up = step.is_decode and inside > longest
+                parts.append((cause, usual if was_held_up else inside, []))
         total = sum(ns for _, ns, _ in parts)
         scale = min(1.0, (end - start) / total) if total else 0.0
         for which, ns, culprits in parts:
             found.add(which, ns * scale, culprits)
         found.add(Cause.HOST, end - start - total * scale)
-
-
-def _add_device_times(spans: Iterable[Span], steps: dict[str, _Step]) -> None:
-    """Give each step the time of its forward passes: on the device if known, else on the host.
-
-    Those of one process add up; of the processes of a step, which work at once, the slowest counts. Only one
-    replayed graph in several is timed: the others get the median of those of their size and process.
-    """
-    timed: dict[tuple[object, ...], list[float]] = defaultdict(list)
-    passes: list[tuple[Span, tuple[object, ...]]] = []
-    for span in spans:
-        if span.name == schema.FORWARD.name and span.trace_id in steps:
-            kind = tuple(span.attributes.get(key) for key in (schema.MODE, schema.BATCH_SIZE, schema.GRAPH))
-            passes.append((span, (span.host, span.process_id, *kind)))
-            if schema.DEVICE_TIME in span.attributes:
-                timed[passes[-1][1]].append(span.number(schema.DEVICE_TIME))
-    sums: Counter[tuple[str, str, int]] = Counter()
-    usual = {kind: statistics.median(found) for kind, found in timed.items()}
-    for span, kind in passes:
-        is_timed = schema.DEVICE_TIME in span.attributes
-        seconds = span.number(schema.DEVICE_TIME) if is_timed else usual.get(kind, span.seconds)
-        sums[span.trace_id, span.host, span.process_id] += round(seconds * 1e9)
-    for (trace_id, *_), ns in sums.items():
-        steps[trace_id].device_ns = max(steps[trace_id].device_ns, ns)
-    for step in steps.values():
-        if not step.device_ns:  # level 2
-            step.device_ns = step.span.end_ns - step.span.start_ns
 
 
 def _names(request: Span) -> Iterator[str]:
@@ -492,16 +361,3 @@ def _names(request: Span) -> Iterator[str]:
         yield from map(str, value) if isinstance(value, list) else (str(value or ""),)
     if request.is_server:
         yield request.trace_id
-
-
-def _add_prompts(steps: list[_Step], prefills: list[Span]) -> None:
-    """Tell the steps which prompts are in them: a chunk belongs to the step whose result ends it."""
-    ordered = sorted((step for step in steps if not step.is_decode), key=lambda step: step.span.end_ns)
-    ends = [step.span.end_ns for step in ordered]
-    for prefill in prefills:
-        owner = prefill.parent_id
-        at = bisect.bisect_left(ends, prefill.end_ns)
-        near = [step for step in ordered[max(0, at - 2) : at + 3] if owner in step.members]
-        if near:
-            closest = min(near, key=lambda step: abs(step.span.end_ns - prefill.end_ns))
-            closest.prompts[owner] = closest.prompts.get(owner, 0.0) + prefill.number(schema.PREFILL_TOKENS)

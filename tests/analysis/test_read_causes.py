@@ -148,3 +148,13 @@ def test_who_runs_while_a_request_is_preempted_is_named() -> None:
     assert found.ranked()[0][0] is Cause.PREEMPTED
     assert found.seconds[Cause.PREEMPTED] == pytest.approx(0.75)
     assert found.culprits[Cause.PREEMPTED] == {"other": pytest.approx(0.75)}
+
+
+def test_what_its_caller_did_not_read_delays_an_answer_only_after_it_was_made() -> None:
+    """Also where the caller read a part of the time: the rest of it is delivery."""
+    unread = span("wait_for_caller", 50, 450, "r", process_id=1, attributes={schema.UNREAD_TIME: 0.3})
+    causes = Causes([request("r", 0, 500), *phases("r", 0, 10, 100, 250), step(100, 250, ["r"]), unread])
+    found = causes.explain(causes.by_id["r"])
+    assert found.seconds[Cause.DECODE] == pytest.approx(0.15)
+    assert found.seconds[Cause.CALLER] == pytest.approx(0.15)
+    assert found.seconds[Cause.DELIVERY] == pytest.approx(0.1)

@@ -328,7 +328,7 @@ class Disturbances(ABC):
 
     targets: ClassVar[tuple[str, str, str]]
     options: ClassVar[Mapping[str, object]]
-    model: ClassVar[Mapping[str, int]] = {}
+    model: ClassVar[Mapping[str, Any]] = {}
     has_min_tokens: ClassVar[bool] = False
 
     @classmethod

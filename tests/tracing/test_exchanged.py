@@ -54,7 +54,7 @@ STARTED = b'event: message_start\ndata: {"type":"message_start","message":{"id":
 )
 def test_an_answer_begins_with_its_first_part(bodies: list[bytes], first: int, response_id: str) -> None:
     """Events that come before any part of an answer do not count, but have its id."""
-    exchange, respond = ExchangeObserver([], DEFAULTS).observations()
+    exchange, respond, _ = ExchangeObserver([], DEFAULTS).observations()
     cycle = SimpleNamespace(
         scope={"path": "/v1/responses"}, transport=None, response_complete=True, disconnected=False
     )
@@ -68,3 +68,19 @@ def test_an_answer_begins_with_its_first_part(bodies: list[bytes], first: int, r
     exchange.exit(token, None, None)
     assert begun.index(True) == first
     assert found.response_id == response_id
+
+
+def test_times_in_which_the_caller_did_not_read_add_up() -> None:
+    exchange, _, await_caller = ExchangeObserver([], DEFAULTS).observations()
+    cycle = SimpleNamespace(scope={}, transport=None, response_complete=True, disconnected=False)
+    token = exchange.enter((cycle,), {})
+    found = current_exchange.get()
+    assert found is not None
+    assert not found.unread
+    totals = []
+    for _ in range(2):
+        await_caller.exit(await_caller.enter((), {}), None, None)
+        totals.append(found.unread[2])
+    exchange.exit(token, None, None)
+    first_ns, last_ns, total_ns = found.unread
+    assert 0 < totals[0] < total_ns < last_ns - first_ns

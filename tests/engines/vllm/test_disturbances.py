@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -35,7 +35,7 @@ class TestVllm(Disturbances):
         "--max-model-len": 2500,
         "--dtype": "float32",
     }
-    model: ClassVar[Mapping[str, int]] = {"num_hidden_layers": 2, "hidden_size": 128}
+    model: ClassVar[Mapping[str, Any]] = {"num_hidden_layers": 2, "hidden_size": 128}
 
     @classmethod
     def serve(

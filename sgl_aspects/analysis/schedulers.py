@@ -1,0 +1,158 @@
+"""The steps of each scheduler of a run: what was in them, what was full, and how long the device took."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from sgl_aspects.analysis.spans import Span
+from sgl_aspects.tracing import schema
+
+#: The scheduler's mode of a batch in which each request gets its next token.
+_DECODING = "decode"
+#: With less, the KV cache tells nothing about its size.
+_LEAST_USAGE = 0.05
+
+
+@dataclass
+class Step:
+    """A step of a scheduler, and the prompts in it: request span id → tokens."""
+
+    span: Span
+    members: frozenset[str]
+    device_ns: float = 0.0
+    prompts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_decode(self) -> bool:
+        return self.span.attributes.get(schema.MODE) == _DECODING
+
+    def others(self, own: str) -> list[tuple[str, float]]:
+        """Return the other requests whose prompts are in this step, with their tokens."""
+        return [(one, tokens) for one, tokens in self.prompts.items() if one != own and tokens > 0]
+
+
+class Scheduler:
+    """The steps of one scheduler's process, by the end of each.
+
+    ``tokens``: of the prompts and of the answers, by span ids of requests.
+    """
+
+    def __init__(self, steps: list[Step], tokens: Mapping[str, tuple[float, float]]) -> None:
+        self.steps = sorted(steps, key=lambda step: step.span.end_ns)
+        self._ends = [step.span.end_ns for step in self.steps]
+        self._tokens = tokens
+        device = [step.device_ns for step in steps if step.is_decode]
+        self.usual_decode_ns = statistics.median(device) if device else 0.0
+
+    @cached_property
+    def _largest_batch(self) -> float:
+        return max(step.span.number(schema.BATCH_SIZE) for step in self.steps)
+
+    @cached_property
+    def _capacity(self) -> float:
+        """Tokens that the KV cache holds, as its usage tells of the running requests' tokens; 0: unknown."""
+        counts: Counter[str] = Counter()
+        found = []
+        for step in self.steps:
+            counts.update(step.members)
+            usage = step.span.number(schema.KV_USAGE)
+            if step.is_decode and usage > _LEAST_USAGE:
+                found.append(sum(self._prompt_of(one) + counts[one] for one in step.members) / usage)
+        return statistics.median(found) if found else 0.0
+
+    def _prompt_of(self, request: str) -> float:
+        return self._tokens.get(request, (0.0, 0.0))[0]
+
+    def holders(self, step: Step) -> list[tuple[str, float]]:
+        """Return the step's requests with the tokens that each holds in the end."""
+        return [(one, max(1.0, sum(self._tokens.get(one, (0.0, 0.0))))) for one in sorted(step.members)]
+
+    def was_batch_full(self, step: Step, request: str) -> bool:
+        """Return whether the batch kept the request out of this step, which began after it had come.
+
+        Otherwise the KV cache did. The largest batch of the run is taken for the limit of running requests.
+        An engine may keep room for the whole answers of those that run.
+        """
+        held = self.holders(step)
+        taken = max(step.span.number(schema.KV_USAGE) * self._capacity, sum(tokens for _, tokens in held))
+        has_room = not self._capacity or self._prompt_of(request) <= self._capacity - taken
+        return has_room and step.span.number(schema.BATCH_SIZE) >= self._largest_batch
+
+    def ended(self, after_ns: int, until_ns: int) -> Sequence[Step]:
+        """Return the steps whose results came in this time, and the one that was under way at its end."""
+        first = bisect.bisect_right(self._ends, after_ns)
+        last = bisect.bisect_right(self._ends, until_ns)
+        return self.steps[first : last + 1]
+
+
+def schedulers_of(spans: Sequence[Span], requests: Mapping[str, Span]) -> dict[tuple[str, int], Scheduler]:
+    """Return a run's schedulers by host and process. ``requests``: and answers, by span id."""
+    steps = {
+        span.trace_id: Step(span, frozenset(span.links)) for span in spans if span.name == schema.STEP.name
+    }
+    _add_device_times(spans, steps)
+    by_process: dict[tuple[str, int], list[Step]] = defaultdict(list)
+    for step in steps.values():
+        by_process[step.span.host, step.span.process_id].append(step)
+    prefills: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.name == schema.PREFILL.name and span.parent_id in requests:
+            prefills[span.host, span.process_id].append(span)
+    tokens = _tokens(requests)
+    for place, found in by_process.items():
+        _add_prompts(found, prefills[place])
+    return {place: Scheduler(found, tokens) for place, found in by_process.items()}
+
+
+def _tokens(requests: Mapping[str, Span]) -> dict[str, tuple[float, float]]:
+    """Return the tokens of each prompt and of its answer. A prompt's answers share its length."""
+    found = {}
+    for span_id, span in requests.items():
+        prompt = span if schema.INPUT_TOKENS in span.attributes else requests.get(span.parent_id, span)
+        found[span_id] = prompt.number(schema.INPUT_TOKENS), span.number(schema.OUTPUT_TOKENS)
+    return found
+
+
+def _add_device_times(spans: Iterable[Span], steps: dict[str, Step]) -> None:
+    """Give each step the time of its forward passes: on the device if known, else on the host.
+
+    Those of one process add up; of the processes of a step, which work at once, the slowest counts. Only one
+    replayed graph in several is timed: the others get the median of those of their size and process.
+    """
+    timed: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    passes: list[tuple[Span, tuple[object, ...]]] = []
+    for span in spans:
+        if span.name == schema.FORWARD.name and span.trace_id in steps:
+            kind = tuple(span.attributes.get(key) for key in (schema.MODE, schema.BATCH_SIZE, schema.GRAPH))
+            passes.append((span, (span.host, span.process_id, *kind)))
+            if schema.DEVICE_TIME in span.attributes:
+                timed[passes[-1][1]].append(span.number(schema.DEVICE_TIME))
+    sums: Counter[tuple[str, str, int]] = Counter()
+    usual = {kind: statistics.median(found) for kind, found in timed.items()}
+    for span, kind in passes:
+        is_timed = schema.DEVICE_TIME in span.attributes
+        seconds = span.number(schema.DEVICE_TIME) if is_timed else usual.get(kind, span.seconds)
+        sums[span.trace_id, span.host, span.process_id] += round(seconds * 1e9)
+    for (trace_id, *_), ns in sums.items():
+        steps[trace_id].device_ns = max(steps[trace_id].device_ns, ns)
+    for step in steps.values():
+        if not step.device_ns:  # level 2
+            step.device_ns = step.span.end_ns - step.span.start_ns
+
+
+def _add_prompts(steps: list[Step], prefills: list[Span]) -> None:
+    """Tell the steps which prompts are in them: a chunk belongs to the step whose result ends it."""
+    ordered = sorted((step for step in steps if not step.is_decode), key=lambda step: step.span.end_ns)
+    ends = [step.span.end_ns for step in ordered]
+    for prefill in prefills:
+        owner = prefill.parent_id
+        at = bisect.bisect_left(ends, prefill.end_ns)
+        near = [step for step in ordered[max(0, at - 2) : at + 3] if owner in step.members]
+        if near:
+            closest = min(near, key=lambda step: abs(step.span.end_ns - prefill.end_ns))
+            closest.prompts[owner] = closest.prompts.get(owner, 0.0) + prefill.number(schema.PREFILL_TOKENS)
