@@ -13,22 +13,31 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.support.callers import by_trace, parent, trace_id
+from sgl_aspects.analysis.causes import Causes
+from sgl_aspects.analysis.spans import read_spans
+from tests.support.callers import CALLER, by_trace, parent, trace_id
 from tests.support.otlp_receiver import Receiver, Span
 from tests.support.phases import engine_receiver
+from tests.support.processes import wait_until
 from tests.support.sglang_models import make_eagle, make_mini
+from tests.support.streams import Stream
 from tests.support.vllm_server import serve, traced
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 DRAFT_TOKENS = 3
+REQUESTS, TOKENS = 3, 300
 _NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 @dataclass
 class Run:
+    """``metrics``: vLLM's own page. ``seen``: a client's times between the parts of each answer."""
+
     receiver: Receiver
-    metrics: str  # vLLM's own page
+    metrics: str
+    causes: Causes
+    seen: list[list[float]]
 
     def theirs(self, name: str) -> list[tuple[str, float]]:
         """Return labels and value of each line of a metric of vLLM's."""
@@ -51,16 +60,43 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def served(model: Path, log: Path, config: dict[str, Any]) -> Run:
+    file = log.with_suffix(".jsonl")
+    body = {
+        "model": "mini",
+        "prompt": "a fox a fox a fox",
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    body["max_tokens"] = TOKENS
     with engine_receiver() as receiver:
         options = ["--dtype", "float32", "--enforce-eager", "--speculative-config", json.dumps(config)]
-        with serve(model, log, more=options, environment=traced(receiver)) as server:
-            body = {"model": "mini", "prompt": "a fox a fox a fox", "ignore_eos": True, "temperature": 0}
-            for number in range(3):
-                server.post("/v1/completions", {**body, "max_tokens": 300 + number}, parent(number))
+        environment = traced(receiver)
+        environment |= {"OTEL_TRACES_EXPORTER": "otlp,otlp-json-file", "SGL_ASPECTS_TRACE_FILE": str(file)}
+        with serve(model, log, more=options, environment=environment) as server:
+            seen = []
+            for number in range(REQUESTS):
+                stream = Stream(server.port, "/v1/completions", body, parent(number), 0.0)
+                stream.read()
+                seen.append(stream.gaps)
             with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as response:
                 metrics = response.read().decode()
-            receiver.wait_for(lambda spans: trace_id(2) in {span.trace_id for span in spans})
-    return Run(receiver, metrics)
+            receiver.wait_for(lambda spans: trace_id(REQUESTS - 1) in {span.trace_id for span in spans})
+    wait_until(lambda: sum(span.parent_id == CALLER for span in read_spans(file)) == REQUESTS, 60)
+    return Run(receiver, metrics, Causes(read_spans(file)), seen)
+
+
+def test_a_step_of_several_tokens_is_one_time_between_tokens_as_a_client_sees_it(run: Run) -> None:
+    """As many, and they add up, in at least one of the answers: others may be at work on this machine."""
+    found = []
+    for number, seen in enumerate(run.seen):
+        (request,) = run.causes.find(trace_id(number))
+        gaps = [gap.seconds for gap in run.causes.gaps(request)]
+        assert len(gaps) < TOKENS - 1
+        found.append((len(gaps), len(seen), sum(gaps), sum(seen)))
+    assert any(
+        ours == theirs and told == pytest.approx(client, rel=0.1) for ours, theirs, told, client in found
+    ), found
 
 
 def test_drafts_of_requests_steps_and_metrics_are_those_that_vllm_counts(run: Run) -> None:
