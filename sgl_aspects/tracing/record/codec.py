@@ -31,7 +31,7 @@ from sgl_aspects.tracing.records import (
 
 #: The values that need no conversion.
 PLAIN = frozenset((int, float, str, bool, type(None)))
-#: The first field of a record; a span's is the number of its type, and those of others are in ``_RECORDS``.
+#: The first field of a record; a span's is the number of its type, and those of others are in ``NAMES``.
 BEGIN, GROUP = "begin", "group"
 _MARSHAL_VERSION = 2  # without references, which take longer; the same in every version of Python
 _NONE = type(None)
@@ -40,7 +40,7 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (int, float, bool, st
 # has one at a time, or one for each pipeline stage. Above them, the oldest are given up.
 _PENDING_PARTS = 1 << 16
 _GROUPS = 256
-# Cap on kept combinations of a type of spans and the classes of its values.
+# Cap on kept combinations of a type of spans and the classes of its values, and of attributes' names.
 _TYPES = 1024
 _LONGEST_TEXT = 200
 _STEP = struct.Struct(f"<{layout.STEP_WORDS}Q")
@@ -104,6 +104,7 @@ class Decoder:
         self._definitions: list[SpanType | str | None] = [None]
         self._definitions_end = 0
         self._types: dict[tuple[Any, ...], SpanType] = {}  # by the definition and the classes of the values
+        self._names: dict[tuple[Any, ...], list[str]] = {}  # of attributes, by their numbers
         self._parts: dict[int, list[bytes]] = {}
         self._part_count = 0
         self._groups: dict[int, tuple[int, ...]] = {}
@@ -137,12 +138,10 @@ class Decoder:
                 name = record[0]
                 if name.__class__ is int:
                     records.append(span(*record))
-                elif name == BEGIN:
-                    records.append(self._begin(*record))
                 elif name == GROUP:
                     self._group(*record[1:])
                 else:
-                    records.append(self._record(*_RECORDS[name], record[1:]))
+                    records.append(_READERS[name](self, *record[1:]))
             except _ERRORS:
                 damaged += 1
         return records, damaged
@@ -208,30 +207,56 @@ class Decoder:
         span: SpanEnd = _new(SpanEnd, fields)
         return span
 
-    def _begin(
-        self, _: str, number: int, span_id: int, root_id: int, parent_id: int, start: int
-    ) -> SpanBegin:
-        _check(span_id | root_id | parent_id)
-        return SpanBegin(self._type(number), span_id, root_id, parent_id, self._time(start))
+    def _begin(self, type: int, span_id: int, root_id: int, parent_id: int, start: int) -> SpanBegin:
+        _check(span_id, root_id, parent_id)
+        return SpanBegin(self._type(type), span_id, root_id, parent_id, self._time(start))
 
-    def _record(
+    def _request(
         self,
-        make: Callable[..., Record],
-        readers: tuple[Callable[[Decoder, Any], Any], ...],
-        fields: tuple[Any, ...],
-    ) -> Record:
-        if len(fields) != len(readers):
-            raise DamagedError(f"a record of {len(fields)} fields")
-        return make(*[read(self, field) for read, field in zip(readers, fields)])
+        span_id: int,
+        request_id: str,
+        start: int,
+        trace_id: int,
+        parent_id: int,
+        sampled: bool,
+        state: str,
+        remote: bool,
+        name: str,
+        attributes: Any,
+    ) -> RequestBegin:
+        _check(span_id, parent_id, trace_id=trace_id)
+        _check_texts(request_id, state, name)
+        flags, start = (bool(sampled), state, bool(remote)), self._time(start)
+        more = encodable(name), self._named(attributes)
+        return RequestBegin(span_id, request_id, start, trace_id, parent_id, *flags, *more)
+
+    def _sent(self, span_id: int) -> RequestSent:
+        _check(span_id)
+        return RequestSent(span_id)
+
+    def _seen(self, key: int, request_id: str, time: int) -> RequestSeen:
+        _check(key)
+        _check_texts(request_id)
+        return RequestSeen(key, request_id, self._time(time))
+
+    def _elsewhere(self, key: int, trace_id: int, span_id: int, sampled: bool) -> RequestElsewhere:
+        _check(key, span_id, trace_id=trace_id)
+        return RequestElsewhere(key, trace_id, span_id, bool(sampled))
+
+    def _process(self, attributes: Any) -> ProcessDescribed:
+        return ProcessDescribed(self._named(attributes))
 
     def _named(self, attributes: dict[Any, Any]) -> dict[str, Any]:
         """Return attributes whose keys are the numbers of their names, or names that had no room."""
-        text = self._text
-        return {
-            text(key) if key.__class__ is int else encodable(str(key)): value
-            for key, value in attributes.items()
-            if value is not None
-        }
+        keys = (*attributes,)
+        names = self._names.get(keys)
+        if names is None:
+            if len(self._names) >= _TYPES:
+                self._names.clear()
+            names = [self._text(key) if key.__class__ is int else encodable(str(key)) for key in keys]
+            self._names[keys] = names
+        found = zip(names, attributes.values())
+        return {name: value for name, value in found if value is not None}
 
     def _group(self, key: int, links: tuple[int, ...]) -> None:
         _check(key, *links)
@@ -327,51 +352,31 @@ def _parse_definition(data: bytes) -> SpanType | str | None:
         return None
 
 
-def _check(*ids: int) -> None:
-    """Raise ``DamagedError`` for a number that is too large or negative."""
+def _check(*ids: int, trace_id: int = 1) -> None:
+    """Raise ``DamagedError`` for a number that is too large or negative, ``TypeError`` for no number."""
     for each in ids:
         if each >> 64:
             raise DamagedError(f"an id of {each}")
+    if trace_id >> 128 or not trace_id:
+        raise DamagedError(f"a trace id of {trace_id}")
 
 
-def _id(_: Decoder, number: int) -> int:
-    if number >> 64:
-        raise DamagedError(f"an id of {number}")
-    return number
+def _check_texts(*texts: Any) -> None:
+    for each in texts:
+        if each.__class__ is not str:
+            raise DamagedError(f"{each!r} in the place of a text")
 
 
-def _trace_id(_: Decoder, number: int) -> int:
-    if number >> 128 or not number:
-        raise DamagedError(f"a trace id of {number}")
-    return number
-
-
-def _flag(_: Decoder, value: Any) -> bool:
-    return bool(value)
-
-
-def _text(_: Decoder, text: Any) -> Any:
-    if text.__class__ is not str:
-        raise DamagedError(f"{text!r} in the place of a text")
-    return text
-
-
-def _name(_: Decoder, text: Any) -> Any:
-    return encodable(_text(_, text))
-
-
-_time, _named = Decoder._time, Decoder._named
-#: Each record but spans and groups: what is made of it, and how each field is read. A field of another type
-#: raises ``TypeError`` where it is checked.
-_RECORDS: dict[str, tuple[Callable[..., Record], tuple[Callable[[Decoder, Any], Any], ...]]] = {
-    "request": (
-        RequestBegin,
-        (_id, _text, _time, _trace_id, _id, _flag, _text, _flag, _name, _named),
-    ),
-    "sent": (RequestSent, (_id,)),
-    "seen": (RequestSeen, (_id, _text, _time)),
-    "elsewhere": (RequestElsewhere, (_id, _trace_id, _id, _flag)),
-    "process": (ProcessDescribed, (_named,)),
+#: The names of records but spans in a ring, and how each is read: with another number of fields, or a field
+#: of another type, that raises ``TypeError``.
+NAMES: dict[type, str] = {
+    RequestBegin: "request",
+    RequestSent: "sent",
+    RequestSeen: "seen",
+    RequestElsewhere: "elsewhere",
+    ProcessDescribed: "process",
 }
-#: The name of each in a ring.
-NAMES = {make: name for name, (make, _) in _RECORDS.items()}
+_READERS: dict[str, Callable[..., Record]] = {
+    BEGIN: Decoder._begin,
+    **{name: getattr(Decoder, f"_{name}") for name in NAMES.values()},
+}
