@@ -15,6 +15,7 @@ from typing import Any
 
 from sgl_aspects import compat
 from sgl_aspects.engines.contract import Observation
+from sgl_aspects.run import clock
 from sgl_aspects.run.requests import Taken, take_requests
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.kernels import Kernel, kernels_of, summary_of
@@ -151,7 +152,7 @@ class ProfileObserver:
         most = min(_MOST_KERNELS, max(1, self._most // len(self._passes)))
         times = [each[2:] for each in self._passes]
         found = kernels_of(events, times, most, is_host=self._is_host)
-        offset = time.time_ns() - time.monotonic_ns()
+        offset = clock.unix_offset()
         for (step_id, span_id, _, _), kernels in zip(self._passes, found):
             for kernel in kernels:
                 start = kernel.start_ns - offset
