@@ -282,7 +282,8 @@ class Weaver:
         if found.presence is Presence.LAZY:
             own = self._lazy.wait(name, module, alternate, found.places[0].owner)
             self._attach(own, found.places[0])
-            advice.detail = found.detail
+            if not alternate.has_module_pattern:  # such a module is only one of those that may have it
+                advice.detail = found.detail
         elif found.presence is Presence.ABSENT:
             advice.note_absent(rank, found.detail)
         elif found.presence is Presence.FOUND:

@@ -166,9 +166,10 @@ def why_not_importable(target: Target) -> str:
     """Return why no alternate's module can ever be imported, with close names; "" if one may be."""
     faults = []
     for alternate in target.alternates:
-        # Of the dotted form, the first name at least is a module's.
-        name = alternate.path[0] if alternate.module is None else alternate.stem
-        faults.append(_fault_of(name, tuple(sys.path)))
+        # Of the dotted form, the first name at least is a module's; of a pattern, those before its wildcard.
+        name = alternate.path[0] if alternate.module is None else alternate.module
+        fixed = name.partition("*")[0].rpartition(".")[0] if alternate.has_module_pattern else name
+        faults.append(_fault_of(fixed, tuple(sys.path)) if fixed else "")
     return "" if "" in faults else "; ".join(dict.fromkeys(faults))
 
 

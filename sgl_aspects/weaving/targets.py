@@ -174,7 +174,8 @@ def _check_segments(segments: tuple[str, ...], whole: str, *, pattern: bool, acr
         if "**" in segment:
             raise TargetError(f"target {whole!r}: '**' stands alone between dots of the module part")
         if not name.isidentifier():
-            raise TargetError(f"target {whole!r}: {segment!r} is not an identifier; {_FORMS}")
+            fault = f"{segment!r} is not an identifier" if segment else "a name is missing"
+            raise TargetError(f"target {whole!r}: {fault}; {_FORMS}")
 
 
 @lru_cache(maxsize=1024)
