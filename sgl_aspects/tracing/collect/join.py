@@ -35,6 +35,7 @@ from sgl_aspects.tracing.records import (
     SpanType,
 )
 from sgl_aspects.tracing.schema import ADAPTERS, ATTACHED_FLAG, BOOTSTRAP_ROOM, DETACHED_FLAG
+from sgl_aspects.tracing.variables import SpanLimits
 
 _WAITING_RECORDS = 60_000
 _WAITING_SECONDS = 5.0
@@ -82,8 +83,9 @@ class Joiner:
         tail: TailChoice | None = None,
         on_request: Callable[[RequestBegin, SpanEnd, int], None] | None = None,
         on_forgotten: Callable[[Sequence[int]], None] | None = None,
+        limits: SpanLimits | None = None,
     ) -> None:
-        self._builder = SpanBuilder(resource)
+        self._builder = SpanBuilder(resource, limits or SpanLimits())
         self._emit = emit
         self._tail = tail
         self._on_request = on_request
@@ -398,7 +400,7 @@ class Joiner:
                 self.unfinished += 1
             if root.room is not None:
                 attributes = {**attributes, BOOTSTRAP_ROOM: root.room}
-            all_attributes, status = builder.complete(writer, record, kind, attributes)
+            all_attributes, links, status = builder.complete(writer, record, kind, attributes, links)
         # The same as CollectedSpan(…), in a third of the time.
         fields = (
             *(builder.resources.get(writer.name) or builder.make_resource(writer), root, span_id, parent_id),

@@ -46,6 +46,7 @@ from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.records import Record, SpanBegin, SpanEnd
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.variables import (
+    SpanLimits,
     normalise,
     refuses_connections,
     secrets,
@@ -131,6 +132,7 @@ class Collector:
             tail=_tail_choice(settings),
             on_request=None if self._metrics is None else self._metrics.engine.request_ended,
             on_forgotten=self._gaps.forget,
+            limits=SpanLimits.from_environment(),
         )
         self._joiner.woven_ns = woven_ns(Path(folder))
         if is_restarted:
