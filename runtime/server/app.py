@@ -55,11 +55,11 @@ class ServerApp:
             self.chat
         )
         routes.post("/v1/completions", **_generation(protocol.CompletionResponse))(self.complete)
-        routes.post("/update_weights_from_disk", response_model=protocol.WeightsUpdated)(self.update_weights)
-        routes.post("/start_profile", response_model=protocol.ProfileStarted)(self.take_profile)
-        routes.get("/v1/models", response_model=protocol.ModelList)(self.list_models)
-        routes.get("/v1/models/{model:path}", response_model=protocol.ModelCard)(self.retrieve_model)
-        routes.get("/health", response_model=protocol.Health)(self.health)
+        routes.post("/update_weights_from_disk")(self.update_weights)
+        routes.post("/start_profile")(self.take_profile)
+        routes.get("/v1/models")(self.list_models)
+        routes.get("/v1/models/{model:path}")(self.retrieve_model)
+        routes.get("/health")(self.health)
         routes.get("/metrics", response_class=PlainTextResponse)(self.show_metrics)
         self._app = FastAPI(
             title="sgl-aspects", version=__version__, redoc_url=None, exception_handlers=HANDLERS
@@ -94,17 +94,19 @@ class ServerApp:
         """Continue texts."""
         return await self._completions.answer(request, body)
 
-    async def list_models(self) -> Response:
+    async def list_models(self) -> protocol.ModelList:
         """The model that is served."""
-        return _json(protocol.ModelList(data=[self._card]))
+        return protocol.ModelList(data=[self._card])
 
-    async def retrieve_model(self, model: str) -> Response:
+    async def retrieve_model(self, model: str) -> protocol.ModelCard:
         """The model of this name."""
         if model != self._card.id:
             raise no_such_model(model, self._card.id)
-        return _json(self._card)
+        return self._card
 
-    async def update_weights(self, request: Request, body: protocol.UpdateWeightsRequest) -> Response:
+    async def update_weights(
+        self, request: Request, body: protocol.UpdateWeightsRequest
+    ) -> protocol.WeightsUpdated:
         """Replace the weights by others of the same model.
 
         Returns when they are in place: after the answers that have begun.
@@ -114,20 +116,20 @@ class ServerApp:
             await asyncio.to_thread(self.engine.update_weights, body.model_path)
         except ModelLoadError as error:
             raise ApiError(400, str(error), param="model_path") from error
-        return _json(protocol.WeightsUpdated(model_path=body.model_path))
+        return protocol.WeightsUpdated(model_path=body.model_path)
 
-    async def take_profile(self, request: Request, body: protocol.ProfileRequest) -> Response:
+    async def take_profile(self, request: Request, body: protocol.ProfileRequest) -> protocol.ProfileStarted:
         """Profile the next steps. Returns at once: a server without requests takes no steps."""
         logger.info("profile of %d steps requested by %s", body.num_steps, _address(request))
         files = await asyncio.to_thread(self.engine.start_profile, body.num_steps)
-        return _json(protocol.ProfileStarted(files=[str(file) for file in files]))
+        return protocol.ProfileStarted(files=[str(file) for file in files])
 
-    async def health(self) -> Response:
+    async def health(self) -> protocol.Health:
         """200 while the server takes requests."""
         problem = self.engine.failure or self.calls.closed
         if problem is not None:
             raise ApiError(503, problem, code="unavailable")
-        return _json(protocol.Health())
+        return protocol.Health()
 
     async def show_metrics(self) -> Response:
         """Counts as Prometheus text."""
@@ -148,7 +150,3 @@ def _generation(answer: type[BaseModel], chunk: type[BaseModel] | None = None) -
 
 def _address(request: Request) -> str:
     return "unknown" if request.client is None else f"{request.client.host}:{request.client.port}"
-
-
-def _json(model: BaseModel) -> Response:
-    return Response(model.model_dump_json(), media_type="application/json")

@@ -12,14 +12,10 @@ from sgl_aspects.conformance.operators import TOLERANCES, difference, gated, ran
 from sgl_aspects.conformance.tiny_model import write_tiny_model
 
 
-def _declared(bench: Bench, name: str) -> None:
-    if not getattr(bench.platform.capabilities, name):
-        raise NotApplicableError("not declared")
-
-
 @check(write="capabilities", expects="supports_triton: a Triton kernel to run")
 def triton(bench: Bench) -> str:
-    _declared(bench, "supports_triton")
+    if not bench.platform.capabilities.supports_triton:
+        raise NotApplicableError("not declared")
     require(
         importlib.util.find_spec("triton") is not None,
         "triton to be installed where supports_triton is declared",
