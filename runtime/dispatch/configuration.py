@@ -56,12 +56,6 @@ def _path(value: Value) -> str:
 KEYS: dict[str, Callable[[Value], Any]] = {**READERS, "log": _path}
 POLICY_KEYS = tuple(READERS)
 DEFAULTS = {each.name: each.default for each in (*fields(SelectionPolicy), *fields(Settings))}
-#: Where a key or flag of earlier versions is found.
-NO_SHADOW_MODE = (
-    "there is no shadow mode: `sgl-aspects conformance --only operators` compares implementations with "
-    "float64; with `sgl-aspects ops --live --set per_op_order=OPERATOR=reference` a live process runs the "
-    "reference"
-)
 #: The value for ``--set KEY=``: the default, whatever a file sets.
 USUAL = object()
 #: Aliases of variables.
@@ -90,7 +84,7 @@ def from_words(given: Mapping[str, Any]) -> dict[str, Value]:
     :raises ConfigError: an unknown key.
     """
     for key in given:
-        _check_key("--set", key)
+        check_choice("--set", "key", key, list(KEYS))
     return {key: Value(USUAL if value == "" else value, f"--set {key}") for key, value in given.items()}
 
 
@@ -104,17 +98,9 @@ def from_variables() -> dict[str, Value]:
     known = [*variables.values(), *(PREFIX + name for name in _VARIABLES_ONLY)]
     for variable in env.shortened(os.environ):
         if f"SGL_{variable}".startswith(PREFIX):
-            if f"SGL_{variable}" in (f"{PREFIX}SHADOW", f"{PREFIX}SHADOW_RATE"):
-                raise ConfigError(f"SGL_{variable}: {NO_SHADOW_MODE}")
             check_choice("environment", "variable", f"SGL_{variable}", known)
     said = {key: (env.text(variable), variable) for key, variable in variables.items()}
     return {key: Value(text, variable) for key, (text, variable) in said.items() if text is not None}
-
-
-def _check_key(where: str, key: str) -> None:
-    if key in ("shadow", "shadow_rate"):
-        raise ConfigError(f"{where}: {key}: {NO_SHADOW_MODE}")
-    check_choice(where, "key", key, list(KEYS))
 
 
 def read_file(path: str | Path) -> dict[str, Value]:
@@ -142,7 +128,7 @@ def read_file(path: str | Path) -> dict[str, Value]:
             f"the keys {', '.join(KEYS)}"
         )
     for key in document:
-        _check_key(str(path), key)
+        check_choice(str(path), "key", key, list(KEYS))
     return {key: Value(value, f"{path}: {key}") for key, value in document.items()}
 
 

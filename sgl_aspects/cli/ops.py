@@ -43,16 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="seconds to wait for live processes",
     )
-    for flag in ("--shadow", "--rate"):  # of earlier versions
-        parser.add_argument(flag, dest="shadow", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the operators here or in live processes, or check a file."""
-    if arguments.shadow is not None:
-        from sgl_aspects.runtime.dispatch.configuration import NO_SHADOW_MODE
-
-        raise ConfigError(NO_SHADOW_MODE)
     if arguments.check is not None:
         return _check(arguments.check)
     if arguments.live or arguments.control or arguments.pid:

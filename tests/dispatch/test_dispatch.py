@@ -577,8 +577,7 @@ def settings_of(text: str, tmp_path: Path) -> Settings:
         ("allow_vendors: 5", "allow_vendors: 5: write a list of names"),
         ("op_whitelist: [nope]", "op_whitelist: unknown operator 'nope'"),
         ("op_whitelist: [topk]\nop_blacklist: [rms_norm]", "whitelist: .*blacklist: .* exclude each"),
-        ("shadow: {rms_norm: reference}", "shadow: there is no shadow mode: `sgl-aspects conf"),
-        ("shadow_rate: 0.5", "shadow_rate: there is no shadow mode: .*ops --live --set per_op_order"),
+        ("shadow_rate: 0.5", "ops.yaml: unknown key 'shadow_rate'; choose from prefer"),
         ("log: 7", "log: 7: write a path"),
         ("- prefer", "holds a list: write 'key: value' lines"),
         ("prefer: [", "is not YAML"),
@@ -608,7 +607,6 @@ def test_a_missing_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("SGL_ASPECTS_OP_STRICT", "2", "SGL_ASPECTS_OP_STRICT: '2': choose true or false"),
         ("SGL_ASPECTS_OP_PLATFORM", "nv", "unknown platform file 'nv'; choose from amd, ascend, cpu"),
         ("SGL_ASPECTS_OP_PREFERS", "vendor", "unknown variable .*PREFERS'; choose from SGL_ASPECTS_OP_PRE"),
-        ("SGL_ASPECTS_OP_SHADOW_RATE", "0", "SGL_ASPECTS_OP_SHADOW_RATE: there is no shadow mode"),
         ("SGL_ASPECTS_OP_LOG", "/nowhere/log", "SGL_ASPECTS_OP_LOG: '/nowhere/log' cannot be opened"),
     ],
 )  # fmt: skip

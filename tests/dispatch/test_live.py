@@ -104,12 +104,7 @@ def test_broken_requests_are_refused() -> None:
         (["--check", "none.yaml"], "none.yaml cannot be read"),
         (["--set", "prefer"], "--set 'prefer': write KEY=VALUE"),
         (["--set", "prefer=vender"], "--set prefer: unknown token 'vender'"),
-        (
-            ["--shadow", "rms_norm=reference"],
-            "there is no shadow mode: `sgl-aspects conformance",
-        ),
-        (["--live", "--rate", "0.1"], "there is no shadow mode"),
-        (["--set", "shadow=rms_norm=reference"], "--set: shadow: there is no shadow mode"),
+        (["--set", "shadow=rms_norm=reference"], "--set: unknown key 'shadow'; choose from prefer"),
         (["rmsnorm"], "no operator is named 'rmsnorm'; choose from"),
     ],
 )
