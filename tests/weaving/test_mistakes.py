@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
-from sgl_aspects.errors import HookError
+from sgl_aspects.errors import HookError, TargetError
 from tests.support.woven_modules import around, hand_on, module_of, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
@@ -35,6 +36,14 @@ def test_a_module_that_cannot_exist_is_named(target: str, words: str) -> None:
     aspects.weave(around(target))
     assert words in aspects.explain(target)
     assert words in aspects.report().hooks[0].detail
+
+
+@pytest.mark.parametrize("target", [":f", "pkg.:f", ".pkg:f", "pkg:", "pkg..f"])
+def test_a_name_that_is_missing_is_said_to_be(target: str) -> None:
+    with pytest.raises(
+        TargetError, match=rf"^target {re.escape(repr(target))}: a name is missing; write 'pkg"
+    ):
+        aspects.explain(target)
 
 
 @pytest.mark.parametrize(
