@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -132,6 +133,20 @@ def test_definitions_that_are_full_are_counted(tmp_path: Path) -> None:
     assert len(names) + reader.dropped == 2000
     reader.close()
     recorder.close()
+
+
+def test_a_run_that_has_gone_is_recorded_until_the_ring_is_full(tmp_path: Path) -> None:
+    """As after a collector that could not start: every further step would look for a slot in vain."""
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    recorder = RingRecorder(str(folder), level=3)
+    write = recorder.spans(PLAIN)
+    write(1, 1, 1, 1, 2, [0])
+    shutil.rmtree(folder)
+    for number in range(2, ring_format.SLOTS + 2):
+        write(number, 1, 1, 1, 2, [number])
+    assert recorder.level == 0
+    assert not recorder.open()
 
 
 def test_a_new_collector_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
