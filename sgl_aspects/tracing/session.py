@@ -23,7 +23,7 @@ from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.settings import RUN, TraceSettings
-from sgl_aspects.tracing.variables import LATEST_NAMES, warn_of_unapplied
+from sgl_aspects.tracing.variables import LATEST_NAMES, warn_of_unknown
 
 if TYPE_CHECKING:
     from sgl_aspects.tracing.sdk import SdkRecorder
@@ -64,7 +64,7 @@ class TraceSession:
         if settings.level and settings.recorder == "sdk":
             from sgl_aspects.tracing.sdk import SdkRecorder
 
-            warn_of_unapplied(settings.opted_in)
+            warn_of_unknown(settings.opted_in)
             self.recorder = SdkRecorder(settings.level)
             self._set_environment({_LEVEL: str(settings.level)})  # processes started later inherit it
             self._attach(_options(settings, measures=True))
@@ -88,7 +88,7 @@ class TraceSession:
             self.recorder = RingRecorder(self.run_folder, settings.level, sample)
             self.recorder.when_full = when_full
         else:
-            warn_of_unapplied(settings.opted_in)
+            warn_of_unknown(settings.opted_in)
             if native.compiled is None and env.flag(native.VARIABLE, default=True):
                 logger.warning("the compiled step path is %s; steps are recorded in Python", native.state())
             has_metrics = bool(settings.metric_exporters)

@@ -35,7 +35,7 @@
                                         ``..._METRICS_PROTOCOL`` go first)
 ``OTEL_EXPORTER_OTLP_ENDPOINT``         and every other OTLP variable: read by OpenTelemetry's exporters, and
                                         checked before (:mod:`~sgl_aspects.tracing.variables`), as are
-                                        ``OTEL_BSP_…`` and ``OTEL_METRIC_EXPORT_…``
+                                        ``OTEL_BSP_…``, ``OTEL_METRIC_EXPORT_…`` and the limits of spans
 ``OTEL_SERVICE_NAME``                   and ``OTEL_RESOURCE_ATTRIBUTES``: read by OpenTelemetry's SDK
 ``OTEL_SEMCONV_STABILITY_OPT_IN``       gen_ai_latest_experimental: only the conventions' newest names
                                         (unset: ``gen_ai.system``, too)

@@ -26,7 +26,10 @@ _LIMITS = (
     "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT",
     "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT",
     "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT",
+    "OTEL_SPAN_EVENT_COUNT_LIMIT",
     "OTEL_SPAN_LINK_COUNT_LIMIT",
+    "OTEL_EVENT_ATTRIBUTE_COUNT_LIMIT",
+    "OTEL_LINK_ATTRIBUTE_COUNT_LIMIT",
 )
 _EXEMPLARS = "OTEL_METRICS_EXEMPLAR_FILTER"
 _CHOICES = {
@@ -88,6 +91,29 @@ class BatchSettings(NamedTuple):
         )
 
 
+class SpanLimits(NamedTuple):
+    """The limits on a span's contents; None: unlimited."""
+
+    attributes: int | None = None
+    length: int | None = None
+    links: int | None = None
+
+    @classmethod
+    def from_environment(cls) -> SpanLimits:
+        found = {name: _limit(name) for name in _LIMITS}
+        attributes = found["OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"]
+        length = found["OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT"]
+        return cls(
+            found["OTEL_ATTRIBUTE_COUNT_LIMIT"] if attributes is None else attributes,
+            found["OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT"] if length is None else length,
+            found["OTEL_SPAN_LINK_COUNT_LIMIT"],
+        )
+
+
+def _limit(name: str) -> int | None:
+    return None if env.text(name) is None else env.integer(name, 0, minimum=0, maximum=_MOST)
+
+
 class TlsFiles(NamedTuple):
     """The TLS files of a signal, None if unset: trusted certificates, client certificate and its key."""
 
@@ -108,14 +134,8 @@ def opted_in() -> tuple[str, ...]:
     return env.names(_OPT_IN) or ()
 
 
-def warn_of_unapplied(opted_in: tuple[str, ...]) -> None:
-    """Log what is not applied: values that no instrumentation knows, and limits of spans.
-
-    Other programs read the same variables, so it is not an error.
-    """
-    if limits := [name for name in _LIMITS if env.text(name) is not None]:
-        what = "the engine's spans have few, short attributes; bound them in an OpenTelemetry Collector"
-        logger.warning("%s: not applied, as %s", ", ".join(limits), what)
+def warn_of_unknown(opted_in: tuple[str, ...]) -> None:
+    """Log the values that no instrumentation knows: the variable is others', too, so it is not an error."""
     known = {LATEST_NAMES, *_OF_OTHERS, *(f"{name}/dup" for name in _OF_OTHERS)}
     unknown = [value for value in opted_in if value not in known]
     if unknown:
@@ -131,6 +151,7 @@ def compression(signal: str, protocol: str) -> str:
 def check_exported(exports_metrics: bool) -> None:
     """Check the variables of every exporter. Raises ``ConfigError`` for a value that is not allowed."""
     BatchSettings.from_environment()
+    SpanLimits.from_environment()
     for name, choices in _CHOICES.items():
         env.choice(name, choices, choices[0])
     if exports_metrics:

@@ -262,6 +262,18 @@ def received(receiver: Receiver) -> Span:
     return receiver.spans[0]
 
 
+def test_limits_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "1")
+    with http_receiver() as receiver:
+        assert len(received(receiver).attributes) == 1
+        (raw, *_) = receiver.requests[0].resource_spans[0].scope_spans[0].spans
+        assert raw.dropped_attributes_count == 1
+    monkeypatch.delenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT")
+    monkeypatch.setenv("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "1")
+    with http_receiver() as receiver:
+        assert received(receiver).attributes == {"gen_ai.request.id": "r", "gen_ai.usage.output_tokens": 3}
+
+
 def test_the_resource_is_the_engine_s_and_can_be_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPERIMENTAL_RESOURCE_DETECTORS", "process,host")
     monkeypatch.setenv(

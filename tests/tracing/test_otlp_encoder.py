@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
@@ -51,7 +53,7 @@ def any_span(luck: random.Random) -> CollectedSpan:
     names = [f"attribute {number}" for number in range(luck.randint(0, 12))]
     attributes: Any = {name: luck.choice([1, 1.0, *VALUES]) for name in names}
     odd = {**attributes, "odd": luck.choice(ODD), "gen_ai.response.id": luck.choice(["a", ODD[0]])}
-    attributes = luck.choice([None, odd])
+    attributes = luck.choice([None, odd, BoundedAttributes(3, attributes)])
     why = Status(StatusCode.ERROR, "why ü")
     return CollectedSpan(
         resource=luck.choice(RESOURCES),
@@ -66,7 +68,7 @@ def any_span(luck: random.Random) -> CollectedSpan:
         names=NAMES,
         values=[luck.choice(values) for _, values in TYPED.values()][: luck.randint(0, 5)],
         attributes=attributes,
-        links=links,
+        links=luck.choice([links, BoundedList.from_seq(2, links)]),
         status=luck.choice([UNSET, Status(StatusCode.OK), Status(StatusCode.ERROR), why]),
     )
 

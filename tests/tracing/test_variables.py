@@ -16,9 +16,7 @@ from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.export.failures import FirstFailure
 from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
-from sgl_aspects.tracing.variables import normalise, secrets, without_secrets
-from tests.support.otlp_receiver import http_receiver
-from tests.support.sessions import begin
+from sgl_aspects.tracing.variables import SpanLimits, normalise, secrets, without_secrets
 from tests.support.tls_files import make_certificate
 
 SECRET = "sk-live-4711"
@@ -43,6 +41,9 @@ def _traced(monkeypatch: pytest.MonkeyPatch) -> None:
         ("OTEL_METRICS_EXEMPLAR_FILTER", "some"),
         ("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "both"),
         ("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "none"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many"),
+        ("OTEL_SPAN_LINK_COUNT_LIMIT", "-1"),
+        ("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "1.5"),
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "0"),
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "ten"),
         ("OTEL_EXPORTER_OTLP_METRICS_TIMEOUT", "nan"),
@@ -195,15 +196,14 @@ def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert variables == {"OTEL_B": "b", "OTHER": "", "OTEL_METRICS_EXEMPLAR_FILTER": "always_off"}
 
 
-def test_limits_of_spans_are_not_applied_and_the_log_says_what_to_do_instead(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "1")
-    with http_receiver() as receiver, attach(level=1, endpoint=receiver.endpoint) as session:
-        begin(session, "r")()
-    assert "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT: not applied" in caplog.text
-    assert "in an OpenTelemetry Collector" in caplog.text
-    assert len(receiver.spans[0].attributes) > 1
+def test_limits_of_spans_before_those_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SpanLimits.from_environment() == SpanLimits(None, None, None)
+    monkeypatch.setenv("OTEL_ATTRIBUTE_COUNT_LIMIT", "9")
+    monkeypatch.setenv("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "8")
+    assert SpanLimits.from_environment() == SpanLimits(9, 8, None)
+    monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "0")
+    monkeypatch.setenv("OTEL_SPAN_LINK_COUNT_LIMIT", "3")
+    assert SpanLimits.from_environment() == SpanLimits(0, 8, 3)
 
 
 def test_an_endpoint_of_the_command_line_goes_before_the_environment_s() -> None:
@@ -219,7 +219,7 @@ def test_an_endpoint_of_the_command_line_goes_before_the_environment_s() -> None
     assert ran.stdout.strip() == "['http://given:1', None]", ran.stderr
 
 
-@pytest.mark.parametrize("name", ["OTEL_BSP_SCHEDULE_DELAY", "OTEL_METRICS_EXEMPLAR_FILTER"])
+@pytest.mark.parametrize("name", ["OTEL_BSP_SCHEDULE_DELAY", "OTEL_SPAN_LINK_COUNT_LIMIT"])
 def test_the_command_line_reports_it_in_one_line(name: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "sgl_aspects", "run", "--", "true"],

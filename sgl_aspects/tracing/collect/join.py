@@ -35,6 +35,7 @@ from sgl_aspects.tracing.records import (
     SpanType,
 )
 from sgl_aspects.tracing.schema import ADAPTERS, ATTACHED_FLAG, BOOTSTRAP_ROOM, DETACHED_FLAG
+from sgl_aspects.tracing.variables import SpanLimits
 
 _WAITING_RECORDS = 60_000
 _WAITING_SECONDS = 5.0
@@ -82,8 +83,9 @@ class Joiner:
         tail: TailChoice | None = None,
         on_request: Callable[[RequestBegin, SpanEnd, int], None] | None = None,
         on_forgotten: Callable[[Sequence[int]], None] | None = None,
+        limits: SpanLimits | None = None,
     ) -> None:
-        self._builder = SpanBuilder(resource)
+        self._builder = SpanBuilder(resource, limits or SpanLimits())
         self._emit = emit
         self._tail = tail
         self._on_request = on_request
@@ -98,6 +100,7 @@ class Joiner:
         self._sent: list[str] = []  # ids of the requests sent in this pass
         self._held: list[tuple[Writer, SpanEnd]] = []
         self._held_before: list[tuple[Writer, SpanEnd]] = []
+        self._is_replaying = False
         #: When the last process was woven: requests that began before are seen in part.
         self.woven_ns = 0.0
         self._detaching_ns = math.inf
@@ -135,14 +138,12 @@ class Joiner:
 
         The spans held for undecided requests are held again.
         """
-        emit, on_request = self._emit, self._on_request
-        self._emit, self._on_request = lambda span: None, None
+        self._is_replaying = True
         for writer, record in records:
             self.add(writer, record)
         for _ in range(3):
             self.match_waiting()
-        self._emit, self._on_request = emit, on_request
-        self.recorded = self.unfinished = self.unjoined = self.not_sampled = 0
+        self._is_replaying = False
 
     def detaching(self, since_ns: int) -> None:
         """Note that hooks are being removed from a process: requests that end later may lack some spans, and
@@ -342,7 +343,7 @@ class Joiner:
         if record.end_ns >= self._detaching_ns or (record.error == UNFINISHED and writer.was_detached):
             attributes[DETACHED_FLAG] = True
         in_part = ATTACHED_FLAG in attributes or DETACHED_FLAG in attributes
-        if root.group is None and not in_part and self._on_request is not None:
+        if root.group is None and not in_part and not self._is_replaying and self._on_request is not None:
             self._on_request(begin, record, first_ns)
         if record.span_id in self._undecided:
             self._decide(root, record)
@@ -353,6 +354,8 @@ class Joiner:
     def _decide(self, root: Root, end: SpanEnd) -> None:
         """Emit or drop the held spans of a request that sampling left out, now that it has ended."""
         held = self._undecided.take(end.span_id)
+        if self._is_replaying:
+            return  # decided before
         if self._tail is None or not self._tail.keeps(end):
             self.not_sampled += len(held)
             return
@@ -373,13 +376,14 @@ class Joiner:
     ) -> None:
         """Emit a span with what is known beyond its record, unless its request is left out."""
         decider = root.group or root
-        if not decider.is_sampled:
+        if self._is_replaying or not decider.is_sampled:
             if decider.begin is not None and decider.begin.span_id in self._undecided:
                 held = (writer, record, root, parent_id, is_parent_remote, kind, name, attributes)
                 self._undecided.add(decider.begin.span_id, held)
                 while self._undecided.count > _HELD_SPANS and len(self._undecided) > 1:
-                    self.not_sampled += len(self._undecided.take_first())
-            else:
+                    given_up = len(self._undecided.take_first())
+                    self.not_sampled += 0 if self._is_replaying else given_up
+            elif not self._is_replaying:
                 self.not_sampled += 1
             return
         type, span_id, _, _, start_ns, end_ns, values, error, linked = record
@@ -396,7 +400,7 @@ class Joiner:
                 self.unfinished += 1
             if root.room is not None:
                 attributes = {**attributes, BOOTSTRAP_ROOM: root.room}
-            all_attributes, status = builder.complete(writer, record, kind, attributes)
+            all_attributes, links, status = builder.complete(writer, record, kind, attributes, links)
         # The same as CollectedSpan(…), in a third of the time.
         fields = (
             *(builder.resources.get(writer.name) or builder.make_resource(writer), root, span_id, parent_id),

@@ -19,7 +19,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -46,6 +46,7 @@ from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.records import Record, SpanBegin, SpanEnd
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.variables import (
+    SpanLimits,
     normalise,
     refuses_connections,
     secrets,
@@ -124,19 +125,18 @@ class Collector:
             raise faults[0]
         for fault in faults:
             report_line(f"{fault}; the other exporters go on")
-        self._metrics = CollectorMetrics(readers, resource, settings.targets) if readers else None
+        self._metrics = CollectorMetrics(folder, readers, resource, settings.targets) if readers else None
         self._joiner = Joiner(
             resource,
             self._spans.append,
             tail=_tail_choice(settings),
             on_request=None if self._metrics is None else self._metrics.engine.request_ended,
             on_forgotten=self._gaps.forget,
+            limits=SpanLimits.from_environment(),
         )
         self._joiner.woven_ns = woven_ns(Path(folder))
         if is_restarted:
-            # Of the records that the earlier collector took, those still in the rings.
-            found = self._reader.find()
-            self._joiner.replay((writer, record) for writer in found for record in writer.history())
+            self._joiner.replay(self._history())
         if self._metrics is not None:
             self._metrics.watch(self._reader, self._pipelines)
         rules = env.text(fleet.VARIABLE)
@@ -254,17 +254,25 @@ class Collector:
             self._deliveries.pass_ended(self._reader.positions())
         self._reader.commit(self._deliveries.positions)
 
-    def _measure(self, writer: RingReader, records: Sequence[Record]) -> None:
+    def _history(self) -> Iterator[tuple[RingReader, Record]]:
+        """Restores the state that the earlier collector's records imply."""
+        for writer in self._reader.find():
+            for record in writer.history():
+                self._measure(writer, [record], is_replayed=True)
+                yield writer, record
+
+    def _measure(self, writer: RingReader, records: Sequence[Record], *, is_replayed: bool = False) -> None:
         if self._metrics is None:
             return
         engine = self._metrics.engine
         for record in records:
             if isinstance(record, (SpanBegin, SpanEnd)) and record.type.name in (STEP, DECODE):
                 for key, gap_ns in self._gaps.take(record):
-                    engine.token_came(gap_ns, self._joiner.trace_of(key))
+                    if not is_replayed:
+                        engine.token_came(gap_ns, self._joiner.trace_of(key))
                 if record.type.name == STEP and isinstance(record, SpanEnd):
-                    engine.step_ended(writer.name, writer.process_id, record)
-                elif isinstance(record, SpanEnd):
+                    engine.step_ended(writer.name, writer.process_id, record, is_replayed=is_replayed)
+                elif isinstance(record, SpanEnd) and not is_replayed:
                     engine.decode_ended(record)
 
 

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
 
 from sgl_aspects import __version__
+from sgl_aspects.files import write_private
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.export.metrics import EngineMetrics
 from sgl_aspects.tracing.export.pipelines import Pipeline
 
+_REPORTED = "metrics.json"
+
 
 class CollectorMetrics:
     """The metrics of one run.
 
-    A restarted collector begins its counters at 0, with a new start time, as any restarted process does.
+    A restarted collector begins its counters at 0, with a new start time, as any restarted process does. Only
+    drops are counted by the writers for the whole run: the amount already reported is kept in the run folder
+    and subtracted, so that a backend counts them once.
     """
 
     def __init__(
         self,
+        folder: str,
         readers: Sequence[MetricReader],
         resource: Resource,
         targets: tuple[float | None, float | None] = (None, None),
@@ -32,16 +41,24 @@ class CollectorMetrics:
         self._readers = readers
         provider = MeterProvider(readers, resource, shutdown_on_exit=False)
         self.engine = EngineMetrics(provider.get_meter("sgl_aspects", __version__), targets)
+        self._reported = Path(folder, _REPORTED)
+        self._before = self._last = 0
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            self._before = self._last = int(json.loads(self._reported.read_text())["dropped"])
 
     def watch(self, reader: RunReader, pipelines: Sequence[Pipeline]) -> None:
         """Count dropped, delivered and undelivered spans from now on."""
-        count, before = self.engine.count, reader.dropped
-        count(
-            schema.RECORDS_DROPPED,
-            "{record}",
-            "Records that a process had no room for.",
-            lambda: {"": max(0, reader.dropped - before)},
-        )
+
+        def dropped() -> Mapping[str, int]:
+            total = reader.dropped
+            if total != self._last:
+                self._last = total
+                with contextlib.suppress(OSError):  # the folder is removed when the run ends
+                    write_private(self._reported, json.dumps({"dropped": total}).encode())
+            return {"": max(0, total - self._before)}
+
+        count = self.engine.count
+        count(schema.RECORDS_DROPPED, "{record}", "Records that a process had no room for.", dropped)
         count(
             schema.SPANS_EXPORTED,
             "{span}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # Cap on open rings of ended processes: each takes up memory and a file descriptor.
 _STAYING = 64
+# Files that other code in this process may have open.
+_OTHERS = 64
 
 
 class RunReader:
@@ -29,9 +32,11 @@ class RunReader:
         self._keeps_all = keeps_all
         self._known: set[str] = set()
         self._gone: deque[RingReader] = deque()
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = 1 << 20 if limit == resource.RLIM_INFINITY else max(2, limit - _OTHERS)
         self._damaged = self._dropped = 0  # of those in neither `writers` nor `_gone`
         self.writers: dict[str, RingReader] = {}
-        self.has_more = False
+        self.has_more = self._is_full = False
         #: Whether the run was closed.
         self.is_closing = False
 
@@ -87,13 +92,14 @@ class RunReader:
         ended = [writer for writer in self.writers.values() if writer.is_exhausted]
         for writer in ended:
             self._retire(writer)
+        self.has_more = self.has_more or (self._is_full and bool(ended))
         return ended
 
     def _retire(self, writer: RingReader) -> None:
         """Close the older rings of ended processes; the latest stay open for dumps."""
         del self.writers[writer.name]
         self._gone.append(writer)
-        if len(self._gone) > _STAYING:
+        if len(self._gone) > min(_STAYING, self._most // 2):
             oldest = self._gone.popleft()
             self._dropped += oldest.dropped + oldest.lost
             self._damaged += oldest.damaged
@@ -112,8 +118,11 @@ class RunReader:
             names = set(os.listdir(self._folder))
         except FileNotFoundError:
             return found
-        self.is_closing = CLOSING in names
+        self.is_closing, self._is_full = CLOSING in names, False
         for name in sorted(name for name in names - self._known if name.endswith(layout.SUFFIX)):
+            if len(self._open()) >= self._most:
+                self._is_full = True  # the rest once some of these have ended
+                break
             self._known.add(name)
             try:
                 reader = RingReader(self._folder / name)

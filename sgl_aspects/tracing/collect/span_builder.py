@@ -6,22 +6,25 @@ import functools
 import os
 import socket
 import uuid
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.reader import RingReader as Writer
-from sgl_aspects.tracing.export.span import UNSET
+from sgl_aspects.tracing.export.span import UNSET, RootContext
 from sgl_aspects.tracing.records import UNFINISHED, SpanEnd, encodable
 from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
+from sgl_aspects.tracing.variables import SpanLimits
 
 _HOST_NAME, _INSTANCE = "host.name", "service.instance.id"
 #: Attributes that all processes of a run have in common.
 _OF_ALL = (SERVICE_NAME, DISAGGREGATION_MODE, TRANSFER_BACKEND, NODE_RANK)
+_NO_LIMITS = SpanLimits()
 _NO_RANK: dict[str, Any] = {}
 _ERROR = Status(StatusCode.ERROR)
 _UNFINISHED = Status(StatusCode.ERROR, "the process ended before the span did")
@@ -90,14 +93,18 @@ def _is_callers_mistake(status_code: Any) -> bool:
 
 
 class SpanBuilder:
-    """Builds the spans of one run: the resource of each names its process."""
+    """Builds the spans of one run: the resource of each names its process.
 
-    def __init__(self, resource: Resource) -> None:
+    Attributes and links beyond the ``limits`` are dropped, the earliest first, and counted in the span.
+    """
+
+    def __init__(self, resource: Resource, limits: SpanLimits = _NO_LIMITS) -> None:
         self._resource = resource
+        self._limits = None if limits == _NO_LIMITS else limits
         #: By the writer's name.
         self.resources: dict[str, Resource] = {}
         #: Whether a span gets attributes that its record does not have.
-        self.adds_attributes = False
+        self.adds_attributes = self._limits is not None
         self._described: dict[str, Mapping[str, Any]] = {}
         self._ranks: dict[str, dict[str, Any]] = {}
 
@@ -107,8 +114,9 @@ class SpanBuilder:
         record: SpanEnd,
         kind: SpanKind,
         more: Mapping[str, Any],
-    ) -> tuple[Mapping[str, Any], Status]:
-        """Return all attributes of a span, and its status.
+        links: Sequence[RootContext],
+    ) -> tuple[Mapping[str, Any], Sequence[RootContext], Status]:
+        """Return all attributes of a span, its links within the limits, and its status.
 
         ``more``: the attributes that its record does not have.
         """
@@ -125,7 +133,11 @@ class SpanBuilder:
             attributes[schema.ERROR_TYPE] = error
             if not (kind is SpanKind.SERVER and _is_callers_mistake(attributes.get(schema.STATUS_CODE))):
                 status = _ERROR
-        return attributes, status
+        if self._limits is None:
+            return attributes, links, status
+        found = {key: encodable(value) for key, value in attributes.items()}
+        held = BoundedAttributes(self._limits.attributes, found, max_value_len=self._limits.length)
+        return held, BoundedList.from_seq(self._limits.links, links), status
 
     def describe(self, writer: Writer, attributes: Mapping[str, Any]) -> None:
         """Add the process's own attributes to all of its spans from here on."""

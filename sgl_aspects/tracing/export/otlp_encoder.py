@@ -11,7 +11,9 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from sgl_aspects.tracing.export.span import SCOPE, UNSET, CollectedSpan, RootContext
@@ -190,8 +192,12 @@ class SpanEncoder:
             group = (*attributes, *map(type, attributes.values()))
             found = self._groups.get(group) or self._keep_group(group)
             parts += map(_call, found, attributes.values())
+            if isinstance(attributes, BoundedAttributes) and attributes.dropped:
+                parts.append(b"\x50" + _varint(attributes.dropped))
         if links:
             parts += [each.in_links or _keep_link(each) for each in links]
+        if links.__class__ is BoundedList and links.dropped:
+            parts.append(b"\x70" + _varint(links.dropped))
         return b"".join(parts)
 
     def _keep_head(self, key: Any, name: str, kind: SpanKind, is_remote: bool, status: Status) -> bytes:

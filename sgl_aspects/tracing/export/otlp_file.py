@@ -77,11 +77,15 @@ def _span(span: ReadableSpan) -> dict[str, Any]:
     message["startTimeUnixNano"] = str(span.start_time or 0)
     message["endTimeUnixNano"] = str(span.end_time or 0)
     message |= _attributes(span.attributes)
+    if span.dropped_attributes:
+        message["droppedAttributesCount"] = span.dropped_attributes
     if span.links:
         message["links"] = [
             _ids(link.context) | _attributes(link.attributes) | {"flags": FLAGS[link.context.is_remote]}
             for link in span.links
         ]
+    if span.dropped_links:
+        message["droppedLinksCount"] = span.dropped_links
     message["status"] = {}
     if status.description:
         message["status"]["message"] = status.description

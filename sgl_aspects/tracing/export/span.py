@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
@@ -63,17 +65,28 @@ class CollectedSpan(NamedTuple):
     status: Status
 
     def with_attributes(self, more: Mapping[str, AttributeValue]) -> CollectedSpan:
-        """Return the same span with these attributes, too."""
-        return self._replace(attributes={**self._known(), **more})
+        """Return the same span with these attributes, too, within the limit of its own."""
+        known: Any = self._known()
+        if not isinstance(known, BoundedAttributes):
+            return self._replace(attributes={**known, **more})
+        bounded: Any = BoundedAttributes(known.maxlen, {**known, **more}, max_value_len=known.max_value_len)
+        bounded.dropped += known.dropped
+        return self._replace(attributes=bounded)
 
     def _known(self) -> Mapping[str, AttributeValue]:
         return dict(zip(self.names, self.values)) if self.attributes is None else self.attributes
 
     def readable(self) -> ReadableSpan:
         """Return OpenTelemetry's form of it."""
-        known = {name: encodable(value) for name, value in self._known().items() if value is not None}
+        known: Any = self._known()
+        if not isinstance(known, BoundedAttributes):
+            known = {name: encodable(value) for name, value in known.items() if value is not None}
         root = self.root
-        links = [Link(each.of(each.span_id, is_remote=each.is_remote)) for each in self.links]
+        links: Sequence[Link] = [Link(each.of(each.span_id, is_remote=each.is_remote)) for each in self.links]
+        if isinstance(self.links, BoundedList):
+            bounded = BoundedList.from_seq(None, links)
+            bounded.dropped = self.links.dropped
+            links = bounded
         return ReadableSpan(
             name=self.name,
             context=root.of(self.span_id),
