@@ -1,8 +1,8 @@
-"""Makes the README's picture: the report of a run, its slowest request opened, in Chromium.
+"""Makes the pictures of pages: the report of a run, its slowest request opened, in Chromium.
 
     python docs/make_pictures.py runs/demo-….otlp.jsonl
 
-Writes docs/pictures/report-light.png and -dark.png. The run is one of `sgl-aspects demo`.
+Writes docs/pictures/report-light.png, -dark.png and -narrow.png. The run is one of `sgl-aspects demo`.
 """
 
 import shutil
@@ -16,6 +16,8 @@ from sgl_aspects.analysis.sources import load_run
 from sgl_aspects.view.page import page_of
 
 PICTURES = Path(__file__).parent / "pictures"
+#: Name, colours, and pixels.
+_SHOTS = (("light", "light", 1360, 960), ("dark", "dark", 1360, 960), ("narrow", "light", 390, 844))
 
 
 def main(source: str) -> None:
@@ -25,15 +27,15 @@ def main(source: str) -> None:
         page_file.write_text(page_of(load_run(source)), encoding="utf-8")
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for scheme in ("light", "dark"):
-            page = browser.new_page(color_scheme=scheme, viewport={"width": 1360, "height": 960})
+        for name, scheme, width, height in _SHOTS:
+            page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": height})
             page.goto(f"file://{page_file}")
             page.locator('.requests [data-key="toFirst"] button').click()
             page.locator(".requests .list-rows [role=row]").first.click()
             page.locator("#slowest-step").wait_for()
             page.mouse.move(0, 0)
             page.wait_for_timeout(500)
-            page.screenshot(path=PICTURES / f"report-{scheme}.png")
+            page.screenshot(path=PICTURES / f"report-{name}.png")
         browser.close()
 
 

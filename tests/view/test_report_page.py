@@ -108,6 +108,8 @@ def test_from_the_slowest_request_to_its_slowest_step(
     rows.first.click()
     looker.wait_for_heading("Request ")
     assert "the median duration, mostly because of decode" in page.locator(".verdict").inner_text()
+    culprits = "cells => cells.filter(cell => cell.innerText).map(cell => cell.clientWidth)"
+    assert all(width > 100 for width in page.eval_on_selector_all(".causes .muted", culprits))
     looker.check(f"request-{size}-{scheme}")
     looker.check_with_axe()
     steps = page.locator(".detail .steps .cell.strong").all_inner_texts()[1:]
