@@ -45,10 +45,10 @@ def exported(model: Path, file: Path) -> list[Span]:
     ):
         engine.generate([5] * 8, SamplingParams(max_new_tokens=4))  # first calls are slow
         # It still decodes when the other one comes, and ends first.
-        some = SamplingParams(max_new_tokens=150, ignore_eos=True)
+        some = SamplingParams(max_new_tokens=600, ignore_eos=True)
         chunks = iter(engine.submit([7] * 8, some, rid="decoding"))
         next(chunks)
-        long = engine.submit([9] * 3000, SamplingParams(max_new_tokens=300, ignore_eos=True), rid="long")
+        long = engine.submit([9] * 3000, SamplingParams(max_new_tokens=900, ignore_eos=True), rid="long")
         list(chunks)
         long.result()
         engine.generate([5] * 8, SamplingParams(max_new_tokens=1), rid="short")
