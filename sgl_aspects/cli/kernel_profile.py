@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,9 +28,13 @@ Answers: TypeAlias = "Mapping[int, Mapping[str, Any]]"
 
 @dataclass(frozen=True)
 class Asked:
-    """Requests to a run's live processes, each with the process's ring."""
+    """Requests to a run's live processes, each with the process's ring.
+
+    ``close`` withdraws the requests, which also stops a profile that is being taken.
+    """
 
     requests: Sequence[tuple[RingReader, Request]]
+    close: Callable[[], None]
 
     def lives(self) -> bool:
         """Return whether any of the processes does."""
@@ -51,43 +56,43 @@ class Asked:
         found = self.answers()
         return found if all("problem" in answer for answer in found.values()) else {}
 
-    def close(self) -> None:
-        """Withdraw the requests, which also stops a profile that is being taken."""
-        for ring, request in self.requests:
-            request.remove()
-            ring.close()
-
 
 def ask(steps: int, folder: str | None, process_id: int | None = None) -> Asked:
     """Ask a run's live processes for a profile.
 
     :raises ConfigError: there is no such process, none records forward passes, or the run is another user's.
     """
-    living = []
-    for ring in rings(folder, process_id):
-        run = ring.path.parent
-        if ring.is_alive():
-            living.append(ring)
-        else:
-            ring.close()
-    if not living:
-        raise ConfigError(f"every process of {run} has ended: start the engine again")
-    try:
-        level = max(read_control(ring.path).level for ring in living)
-        if level < _FORWARD:
+    with contextlib.ExitStack() as undo:
+        living = []
+        for ring in rings(folder, process_id):
+            run = ring.path.parent
+            if ring.is_alive():
+                undo.callback(ring.close)
+                living.append(ring)
+            else:
+                ring.close()
+        if not living:
+            raise ConfigError(f"every process of {run} has ended: start the engine again")
+        try:
+            level = max(read_control(ring.path).level for ring in living)
+            if level < _FORWARD:
+                raise ConfigError(
+                    f"the run records at level {level}, and forward passes from level {_FORWARD} on: "
+                    f"sgl-aspects control --level {_FORWARD} first"
+                )
+            asked = []
+            with own_folder(run):
+                for ring in living:
+                    request = Request(run, ring.process_id, "profile", {"steps": steps})
+                    undo.callback(request.remove)
+                    asked.append((ring, request))
+            for ring in living:
+                write_asked(ring.path)
+        except OSError as error:
             raise ConfigError(
-                f"the run records at level {level}, and forward passes from level {_FORWARD} on: "
-                f"sgl-aspects control --level {_FORWARD} first"
-            )
-        with own_folder(run):
-            asked = [(ring, Request(run, ring.process_id, "profile", {"steps": steps})) for ring in living]
-        for ring in living:
-            write_asked(ring.path)
-    except OSError as error:
-        raise ConfigError(
-            f"{run}: {error.strerror}; only its own user can profile a run that lives"
-        ) from error
-    return Asked(asked)
+                f"{run}: {error.strerror}; only its own user can profile a run that lives"
+            ) from error
+        return Asked(asked, undo.pop_all().close)
 
 
 def take(steps: int, folder: str | None, process_id: int | None) -> int:

@@ -211,7 +211,7 @@ def test_a_request_and_the_level_do_not_disturb_each_other(tmp_path: Path) -> No
     assert recorder.level == 3
     write_control(ring, Control(4, 4, 0.5))
     assert recorder.steps.words[OFFSET // 8] == 0x104
-    recorder.is_looked()
+    recorder.note_look()
     assert recorder.steps.words[OFFSET // 8] == recorder.level == read_control(ring).level == 4
     recorder.close()
 

@@ -74,7 +74,7 @@ class ProfileObserver:
 
     def _asked(self) -> None:
         begin = time.perf_counter()
-        self._most = self._ring.is_looked() // 2
+        self._most = self._ring.note_look() // 2
         try:
             found = [*take_requests(self._ring.folder)]
         except OSError as error:

@@ -79,7 +79,7 @@ class RingRecorder(Recorder):
         if file is not None:
             file.close()
 
-    def is_looked(self) -> int:
+    def note_look(self) -> int:
         """Note in the control block that this process looks for requests; return the ring's slots."""
         file = self._file
         if file is None:
