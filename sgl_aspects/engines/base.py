@@ -249,6 +249,11 @@ def parameter(position: int, name: str, of: AttributeReader | None = None) -> Ca
     return lambda args, kwargs, result=None: of(read(args, kwargs))
 
 
+def returned(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
+    """Read what a call returned: a ``CallReader``."""
+    return result
+
+
 def shape_reader(position: int, attribute: str = "") -> CallReader:
     """Return a reader of the shape of a tensor, as in ``"16x576"``: the positional argument at this index, or
     an attribute of it. None where there is no tensor.

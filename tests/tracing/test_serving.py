@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgl_aspects.engines.sglang.roles import SGLANG
+from sgl_aspects.engines.vllm.roles import VLLM
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.serving import ServingObserver
 from sgl_aspects.tracing.options import DEFAULTS
+from sgl_aspects.tracing.records import RequestBegin
 from tests.support.memory_recorder import Memory
 
 
@@ -67,3 +69,23 @@ def test_callers_that_go_between_two_answers_of_a_batch() -> None:
     asyncio.run(run())
     roots = [span for span in recorder.ended if span.span_id == span.root_id]
     assert [span.error for span in roots] == ["", ""]
+
+
+def test_a_callers_context_that_a_front_end_in_rust_hands_on_is_used() -> None:
+    recorder = Memory()
+    calls = Trackers.of(VLLM, recorder, DEFAULTS).calls
+    sampling = SimpleNamespace(n=1)
+    caller = {"traceparent": f"00-{5:032x}-{7:016x}-01"}
+    for rid, headers in (("chatcmpl-a-0749a629", caller), ("cmpl-a-0749a62a", None)):
+        message = SimpleNamespace(
+            request_id=rid,
+            arrival_time=0.0,
+            sampling_params=sampling,
+            trace_headers=headers,
+            status="WAITING",
+        )
+        calls.begin_here(message, SimpleNamespace(), rid, 4)
+    (first, second) = [record for record in recorder.events if isinstance(record, RequestBegin)]
+    assert (first.trace_id, first.parent_id, first.name) == (5, 7, "chat unknown")
+    assert second.trace_id != 5
+    assert (second.parent_id, second.name) == (0, "text_completion unknown")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_aspects.engines.base import Role, shape_reader
+from sgl_aspects.engines.base import Role, returned, shape_reader
 
 _KV_CACHE = "sgl_aspects.runtime.kv_cache.manager:KVCache"
 
@@ -38,10 +38,7 @@ def _implementation(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any =
 ROLES = {
     "cache_match": Role(
         (f"{_KV_CACHE}.match_prefix",),
-        reads={
-            "tokens": lambda args, kwargs, result=None: args[1].total_tokens,
-            "hit_tokens": lambda args, kwargs, result=None: result,
-        },
+        reads={"tokens": lambda args, *_: args[1].total_tokens, "hit_tokens": returned},
     ),
     "kv_alloc": Role((f"{_KV_CACHE}.alloc",), ("_", "tokens:num_tokens")),
     "attention": Role(

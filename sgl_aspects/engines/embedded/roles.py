@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_aspects.engines.base import Engine, Role
+from sgl_aspects.engines.base import Engine, Role, returned
 from sgl_aspects.engines.embedded import details
 
 _MANAGER = "sgl_aspects.runtime.frontend.manager:RequestManager"
@@ -70,14 +70,9 @@ EMBEDDED = Engine(
         "compile_grammar": Role(
             (f"{_SCHEDULER}.compile_grammar",),
             ("_", "req"),
-            reads={
-                "kind": lambda args, kwargs, result=None: "json",
-                "waits": lambda args, kwargs, result=None: result,
-            },
+            reads={"kind": lambda *_: "json", "waits": returned},
         ),
-        "grammar_ready": Role(
-            (f"{_SCHEDULER}.accept_request",), reads={"reqs": lambda args, kwargs, result=None: [args[1]]}
-        ),
+        "grammar_ready": Role((f"{_SCHEDULER}.accept_request",), reads={"reqs": lambda args, *_: [args[1]]}),
         "end_scheduled_request": Role(
             (f"{_SCHEDULER}.finish_request",), ("_", "req", "finish_reason"), required=True
         ),

@@ -76,7 +76,7 @@ ROLES = {
     "cache_match": Role((f"{CACHES}.match_prefix",), reads={"tokens": _matched, "hit_tokens": _hit}),
     "cache_insert": Role(
         (f"{CACHES}.checkpoint", f"{CACHES}.cache_finished_req"),
-        reads={"tokens": lambda args, kwargs, result=None: kwargs.get("up_to")},
+        reads={"tokens": lambda args, kwargs, *_: kwargs.get("up_to")},
     ),
     "cache_evict": Role((f"{CACHES}.evict_for_alloc", f"{CACHES}.evict"), reads={"tokens": _evicted}),
     "cache_load": Role((f"{_TIERS}.submit_host_to_device",), reads=_MOVED),
@@ -94,7 +94,7 @@ ROLES = {
     "attention": Role(
         ("sglang.srt.layers.radix_attention:RadixAttention.forward",),
         reads={
-            "layer": lambda args, kwargs, result=None: args[0].layer_id,
+            "layer": lambda args, *_: args[0].layer_id,
             "implementation": _backend,
             "shape": shape_reader(1),
         },

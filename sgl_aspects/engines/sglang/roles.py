@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from sgl_aspects.engines.base import Engine, Role, parameter
+from sgl_aspects.engines.base import Engine, Role, parameter, returned
 from sgl_aspects.engines.device import platform_of
 from sgl_aspects.engines.sglang import details, disaggregation, processes, speculation
 
@@ -256,15 +256,9 @@ SGLANG = Engine(
         "compile_grammar": Role(
             (f"{_GRAMMARS}.process_req_with_grammar",),
             ("_", "req"),
-            reads={
-                "kind": parameter(1, "req", _grammar_kind),
-                "waits": lambda args, kwargs, result=None: result,
-            },
+            reads={"kind": parameter(1, "req", _grammar_kind), "waits": returned},
         ),
-        "grammar_ready": Role(
-            (f"{_GRAMMARS}.get_ready_grammar_requests",),
-            reads={"reqs": lambda args, kwargs, result=None: result},
-        ),
+        "grammar_ready": Role((f"{_GRAMMARS}.get_ready_grammar_requests",), reads={"reqs": returned}),
         "reject_request": Role((f"{_REQ}.set_finish_with_abort",), ("req:self",)),
         "retract": Role((f"{_REQ}.reset_for_retract",), ("req:self",)),
         "schedule": Role((f"{_SCHEDULER}.get_next_batch_to_run",), required=True),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_aspects.engines.base import Engine, Outcome, Role
+from sgl_aspects.engines.base import Engine, Outcome, Role, returned
 from sgl_aspects.engines.device import platform_of
 from sgl_aspects.engines.transformers.alone import ROLES, AloneObserver, end_reason, prompt_length
 
@@ -103,10 +103,7 @@ TRANSFORMERS = Engine(
         "load_model": Role((f"{_SERVING}.model_manager:ModelManager._load_model",)),
         "cache_match": Role(
             (f"{_CACHE}.search_prefix_match",),
-            reads={
-                "tokens": lambda args, kwargs, result=None: len(args[2]),
-                "hit_tokens": lambda args, kwargs, result=None: result,
-            },
+            reads={"tokens": lambda args, *_: len(args[2]), "hit_tokens": returned},
         ),
         "kv_free": Role((f"{_CACHE}.free_blocks",)),
     },

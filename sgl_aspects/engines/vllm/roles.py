@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from sgl_aspects.engines.base import Engine, Outcome, Role, parameter
+from sgl_aspects.engines.base import Engine, Outcome, Role, parameter, returned
 from sgl_aspects.engines.device import platform_of
 from sgl_aspects.engines.vllm import batch, disaggregation, processes
 
@@ -80,12 +80,23 @@ def _answer_rids(request: Any) -> tuple[str, ...] | None:
 
 
 def _response_id(request: Any) -> str | None:
-    """Return the client's id: before vLLM adds the prompt's number to a completion's, and random letters."""
+    """Return the client's id: before vLLM adds the prompt's number to a completion's, and random letters;
+    a front end in Rust adds the letters only.
+    """
     given = getattr(request, "external_req_id", None)
-    return re.sub(r"(?<=^cmpl-)(.+)-\d+$", r"\1", given) if given else None
+    if not given:
+        return re.sub("-[0-9a-f]{8}$", "", request.request_id)
+    return re.sub(r"(?<=^cmpl-)(.+)-\d+$", r"\1", given)
 
 
-def _streams(request: Any) -> bool:
+def _operation(request: Any) -> str | None:
+    """Return it by the id: the path of a front end in Rust is not known."""
+    return "chat" if request.request_id.startswith("chatcmpl-") else None
+
+
+def _streams(request: Any) -> bool | None:
+    if hasattr(request, "status"):
+        return None  # the engine core's: a front end in Rust asks for each token in any case
     kind = getattr(request.sampling_params or request.pooling_params, "output_kind", None)
     return getattr(kind, "name", "FINAL_ONLY") != "FINAL_ONLY"
 
@@ -183,10 +194,7 @@ VLLM = Engine(
             (f"{_OUTPUTS}.process_outputs",), ("manager:self",), reads={"outputs": _outputs}, required=True
         ),
         "detokenize": Role((f"{_OUTPUTS}.process_outputs",), reads={"outputs": _outputs}),
-        "receive_abort": Role(
-            (f"{_OUTPUTS}.abort_requests",),
-            reads={"aborted": lambda args, kwargs, result=None: result or ()},
-        ),
+        "receive_abort": Role((f"{_OUTPUTS}.abort_requests",), reads={"aborted": returned}),
         # In each engine core's process.
         "add_request": Role(
             (f"{_SCHEDULER}.add_request",), ("scheduler:self", "message:request"), required=True
@@ -236,7 +244,7 @@ VLLM = Engine(
                 f"{_RUNNER}._determine_batch_execution_and_padding",
                 "vllm.v1.worker.gpu.dp_utils:dispatch_cg_and_sync_dp",
             ),
-            reads={"graph": lambda args, kwargs, result=None: batch.graph(result)},
+            reads={"graph": batch.graph},
         ),
         "graph_capture": Role((f"{_RUNNER}.capture_model",)),
         "load_model": Role(("vllm.v1.worker.**:*PUModelRunner.load_model",)),
@@ -273,6 +281,8 @@ VLLM = Engine(
         "request.shared_key": disaggregation.shared_key,
         "request.is_first_server": disaggregation.is_first_server,
         "request.response_id": _response_id,
+        "request.operation": _operation,
+        "request.headers": "trace_headers",
         "request.output_type": _output_type,
         "request.answer_count": _answers,
         "request.answer_rids": _answer_rids,

@@ -172,7 +172,8 @@ class CallTracker:
         """Open a request that was received. ``origin``: its trace, if not from its ``headers``."""
         recorder = self._recorder
         tenant = self._tenant and tenant_of(headers, self._tenant)
-        headers = self._headers(request) or headers
+        if own := self._headers(request):
+            headers = {**(headers or {}), **own}
         key = self._shared_key(request)
         shared = None
         if key is not None:

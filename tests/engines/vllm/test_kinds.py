@@ -19,7 +19,12 @@ pytest.importorskip("vllm")
 
 from tests.support.callers import CALLER, by_trace, orphans, parent, trace_id
 from tests.support.otlp_receiver import Receiver, Span
-from tests.support.phases import assert_whole, engine_receiver, run_prefix
+from tests.support.phases import (
+    assert_first_tokens_as_seen,
+    assert_whole,
+    engine_receiver,
+    run_prefix,
+)
 from tests.support.sglang_models import make_adapter, make_mini
 from tests.support.vllm_server import ENVIRONMENT, serve, traced
 
@@ -215,7 +220,7 @@ FRONT_END = shutil.which("vllm-rs") or os.environ.get("VLLM_RUST_FRONTEND_PATH",
 
 @pytest.mark.skipif(not FRONT_END, reason="no vllm-rs here: it is in the CUDA wheel of the same version")
 def test_requests_of_a_front_end_in_rust_are_seen_by_the_engine_core(model: Path, tmp_path: Path) -> None:
-    count = 32
+    streams, pieces, left = range(16), range(16, 28), range(28, 32)
     with engine_receiver() as receiver:
         environment = {
             **traced(receiver),
@@ -224,14 +229,38 @@ def test_requests_of_a_front_end_in_rust_are_seen_by_the_engine_core(model: Path
         }
         options = ["--dtype", "float32", "--enforce-eager"]
         with serve(model, tmp_path / "log", more=options, environment=environment) as server:
-            answers = server.chats([f"number {number}" for number in range(count)], [{}] * count)
+            server.chat("the first one takes longer")
+            callers = [parent(number, **{"x-request-id": f"mine-{number}"}) for number in range(32)]
+            chats = server.chats([f"number {n}" for n in streams[:8]], callers[:8])
+            chats += (alone := [server.chat(f"number {n}", headers=callers[n]) for n in streams[8:]])
+            body = {"model": "mini", "max_tokens": 4, "temperature": 0}
+            answers = [
+                server.post("/v1/completions", {**body, "prompt": f"{n} a fox"}, callers[n]) for n in pieces
+            ]
             long = {"model": "mini", "prompt": "the", "ignore_eos": True, "stream": True, "max_tokens": 900}
-            server.leave("/v1/completions", long, {})
-            receiver.wait_for(lambda spans: sum(is_root(span) for span in spans) == count + 1)
-    roots = sorted(filter(is_root, receiver.spans), key=lambda span: span.start)
-    assert_whole(roots[:count], answers, by_trace(receiver.spans))
-    assert roots[-1].attributes["error.type"] == "abort"
+            for number in left:
+                server.leave("/v1/completions", long, callers[number])
+            server.post("/v1/completions", {**body, "prompt": "a", "temperature": -1}, status=400)
+            receiver.wait_for(lambda spans: sum(map(is_root, spans)) == 1 + 32)
+    roots = {root.attributes["gen_ai.response.id"]: root for root in receiver.spans if is_root(root)}
+    traces = by_trace(receiver.spans)
+    assert orphans(traces) == []
+    streamed = [(roots[answer.rid], answer) for answer in chats]
+    assert_whole([root for root, _ in streamed], chats, traces)
+    # One at a time: when it received a request is the front end's to say, and in a crowd it says so late.
+    assert_first_tokens_as_seen(streamed[-len(alone) :], 5)
+    assert {root.name for root, _ in streamed} == {"chat mini"}
+    for answer in answers:
+        root = roots[answer["id"]]
+        assert root.name == "text_completion mini"
+        usage = [root.attributes[f"gen_ai.usage.{name}_tokens"] for name in ("input", "output")]
+        assert usage == [answer["usage"][f"{name}_tokens"] for name in ("prompt", "completion")]
+    problems = {name: root.attributes.get("error.type") for name, root in roots.items()}
+    assert {name for name, problem in problems.items() if problem == "abort"} == {
+        f"cmpl-mine-{number}" for number in left
+    }
+    assert not any("gen_ai.request.stream" in root.attributes for root in roots.values())
 
 
 def is_root(span: Span) -> bool:
-    return not span.parent_id and span.name == "text_completion mini"
+    return not span.parent_id and span.name in ("chat mini", "text_completion mini")
