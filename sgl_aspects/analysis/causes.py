@@ -89,6 +89,10 @@ class Explanation:
         """Return causes with their seconds, the longest first."""
         return sorted(self.seconds.items(), key=lambda each: -each[1])
 
+    def worst(self, cause: Cause) -> list[tuple[str, float]]:
+        """Return the culprits of a cause with their seconds, the longest first."""
+        return sorted(self.culprits.get(cause, {}).items(), key=lambda each: -each[1])
+
 
 class Gap(NamedTuple):
     """The time between two tokens of a request; ``step`` brought the second.
@@ -210,13 +214,9 @@ class Causes:
     def explain_gap(self, request: Span, gap: Gap) -> Explanation:
         """Divide the time between two tokens among its causes."""
         found = Explanation(request)
-        scheduler = self._schedulers[gap.step.host, gap.step.process_id]
-        steps = [
-            step
-            for step in scheduler.ended(gap.start_ns, gap.step.end_ns)
-            if step.span.end_ns <= gap.step.end_ns
-        ]
-        self._add_gap(found, steps, gap.start_ns, gap.step.end_ns, Cause.DECODE, scheduler, gap.owner)
+        scheduler, end = self._schedulers[gap.step.host, gap.step.process_id], gap.step.end_ns
+        steps = [step for step in scheduler.ended(gap.start_ns, end) if step.span.end_ns <= end]
+        self._add_gap(found, steps, gap.start_ns, end, Cause.DECODE, scheduler, gap.owner)
         return found
 
     def device_seconds(self) -> dict[str, float]:

@@ -149,18 +149,13 @@ def _difference(before: Sequence[Sample], after: Sequence[Sample]) -> tuple[floa
         typical = sum(value * weight for value, weight in kept) / sum(weight for _, weight in kept)
         difference += sign * typical
         # What each value moves the mean by: beyond the bounds no more than at them.
-        pulls = [
-            (min(max(value, low), high) - typical)
-            * weight
-            / total
-            / _KEPT
-            * math.sqrt(of_kind / (of_kind - 1))
-            for value, weight, of_kind in found
-        ]
+        pulls = []
+        for value, weight, of_kind in found:
+            moved = (min(max(value, low), high) - typical) * weight / total / _KEPT
+            pulls.append(moved * math.sqrt(of_kind / (of_kind - 1)))
         blocks = min(_BLOCKS, len(pulls) // 2)
-        sums = [
-            sum(pulls[len(pulls) * at // blocks : len(pulls) * (at + 1) // blocks]) for at in range(blocks)
-        ]
+        edges = [len(pulls) * at // blocks for at in range(blocks + 1)]
+        sums = [sum(pulls[begin:end]) for begin, end in itertools.pairwise(edges)]
         middle = statistics.fmean(sums)
         by_block = sum((each - middle) ** 2 for each in sums) * blocks / (blocks - 1)
         parts.append((max(by_block, sum(each * each for each in pulls)), blocks - 1))

@@ -74,7 +74,7 @@ class RunReport:
 
 def report_run(spans: Sequence[Span]) -> RunReport:
     """Compute the demo's numbers of a run. Empty without requests among the spans."""
-    requests = tuple(_request_numbers(span) for span in spans if span.is_server)
+    requests = tuple(numbers_of(span) for span in spans if span.is_server)
     seconds = 0.0
     if requests:
         first = min(request.span.start_ns for request in requests)
@@ -109,7 +109,8 @@ def report_phases(spans: Sequence[Span], steps: Sequence[Span]) -> tuple[PhaseNu
     )
 
 
-def _request_numbers(span: Span) -> RequestNumbers:
+def numbers_of(span: Span) -> RequestNumbers:
+    """Read a request's numbers off its span."""
     output_tokens = int(span.number(schema.OUTPUT_TOKENS))
     first = span.number(schema.TIME_TO_FIRST_TOKEN)
     per_token = (span.seconds - first) / (output_tokens - 1) if output_tokens > 1 else None

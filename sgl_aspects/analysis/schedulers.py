@@ -47,11 +47,8 @@ class Scheduler:
         self._ends = [step.span.end_ns for step in self.steps]
         self._tokens = tokens
         device = [step.device_ns for step in steps if step.is_decode]
+        self._largest_batch = max((step.span.number(schema.BATCH_SIZE) for step in steps), default=0.0)
         self.usual_decode_ns = statistics.median(device) if device else 0.0
-
-    @cached_property
-    def _largest_batch(self) -> float:
-        return max(step.span.number(schema.BATCH_SIZE) for step in self.steps)
 
     @cached_property
     def _capacity(self) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_aspects.analysis.causes import Causes
+from sgl_aspects.analysis.numbers import numbers_of
 from sgl_aspects.analysis.spans import Span
 from sgl_aspects.tracing import schema
 
@@ -45,21 +45,18 @@ def usage_of(
     """
     causes = Causes(spans)
     device = causes.device_seconds()
-    found: dict[str, Usage] = defaultdict(lambda: Usage(""))
+    found: dict[str, Usage] = {}
     for request in causes.requests:
-        usage = found[str(request.attributes.get(attribute) or "")]
-        output = int(request.number(schema.OUTPUT_TOKENS))
-        first = request.number(schema.TIME_TO_FIRST_TOKEN)
+        name, numbers = str(request.attributes.get(attribute) or ""), numbers_of(request)
+        usage = found.setdefault(name, Usage(name))
         usage.requests += 1
         usage.failed += request.is_error
-        usage.input_tokens += int(request.number(schema.INPUT_TOKENS))
-        usage.output_tokens += output
+        usage.input_tokens += numbers.prompt_tokens
+        usage.output_tokens += numbers.output_tokens
         usage.device_seconds += device.get(request.span_id, 0.0)
-        gap = (request.seconds - first) / (output - 1) if output > 1 else 0.0
+        first, gap = numbers.time_to_first_token, numbers.time_per_output_token or 0.0
         if 400 <= request.number(schema.STATUS_CODE) < 500:
             usage.refused += 1
         else:
             usage.in_time += not request.is_error and first <= first_token and gap <= between_tokens
-    for name, usage in found.items():
-        usage.name = name
     return sorted(found.values(), key=lambda usage: -usage.device_seconds)

@@ -82,7 +82,7 @@ def _print(causes: Causes, explanation: Explanation) -> None:
     table.add_column("share", justify="right", no_wrap=True)
     table.add_column("because of", overflow="fold")
     for cause, seconds in explanation.ranked():
-        shares = sorted(explanation.culprits.get(cause, {}).items(), key=lambda each: -each[1])
+        shares = explanation.worst(cause)
         names = [f"{_id(causes.by_id[span_id])} ({duration(own)})" for span_id, own in shares[:_NAMED]]
         if len(shares) > _NAMED:
             names.append(f"{len(shares) - _NAMED} more")
@@ -106,7 +106,7 @@ def _print(causes: Causes, explanation: Explanation) -> None:
     for gap in stalls[:_STALLS]:
         found = causes.explain_gap(request, gap)
         cause = found.ranked()[0][0]
-        guilty = sorted(found.culprits.get(cause, {}).items(), key=lambda each: -each[1])[:1]
+        guilty = found.worst(cause)[:1]
         at = duration((gap.start_ns - request.start_ns) / 1e9)
         step = gap.step.attributes.get(schema.STEP_ID)
         text = f"{duration(gap.seconds)} after {at}, step {step}: {cause.value}"

@@ -159,15 +159,13 @@ class LiveRun:
 
     def gauges_at(self, now_ns: int) -> list[Gauges]:
         """The state of each scheduler; one without a recent step and without requests is idle."""
+        since_ns = now_ns - _SILENCE_SECONDS * 1e9
         return [
-            gauge if self._is_busy(gauge, now_ns) else Gauges(kv_usage=gauge.kv_usage)
+            gauge
+            if gauge.time_ns > since_ns or (self.open and (gauge.running or gauge.waiting))
+            else Gauges(kv_usage=gauge.kv_usage)
             for gauge in self.gauges.values()
         ]
-
-    def _is_busy(self, gauge: Gauges, now_ns: int) -> bool:
-        if now_ns - gauge.time_ns < _SILENCE_SECONDS * 1e9:
-            return True
-        return bool(self.open and (gauge.running or gauge.waiting))
 
     def poll(self) -> None:
         """Read what was written since the last call; add new processes and drop dead ones."""
@@ -341,13 +339,10 @@ def causes_of(folder: Path, request_id: str) -> list[tuple[str, float, list[str]
         return []
     explained = causes.explain(found[-1])
     ids = {each.span_id: str(each.attributes.get(schema.REQUEST_ID, "")) for each in causes.by_id.values()}
-    rows = []
-    for cause, seconds in explained.ranked():
-        shares = explained.culprits.get(cause, {})
-        rows.append(
-            (cause.value, seconds, [ids[one] for one in sorted(shares, key=lambda one: -shares[one])])
-        )
-    return rows
+    return [
+        (cause.value, seconds, [ids[one] for one, _ in explained.worst(cause)])
+        for cause, seconds in explained.ranked()
+    ]
 
 
 def _values(record: SpanEnd) -> dict[str, Any]:

@@ -19,7 +19,7 @@ epoch), so that JavaScript's numbers hold them. Spans of one name with the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sgl_aspects import __version__
@@ -37,37 +37,10 @@ _EXACT = 1 << 53  # the largest exact integer of JavaScript
 _NONE = -1
 # Requests whose causes are shown, the slowest ones, and the culprits of each cause.
 _EXPLAINED, _CULPRITS = 300, 3
-_NAMES = (
-    "BATCH_SIZE",
-    "BATCH_TOKENS",
-    "CACHED_TOKENS",
-    "DETOKENIZE_BUSY_TIME",
-    "DEVICE_TIME",
-    "ERROR_TYPE",
-    "FINISH_REASONS",
-    "IDLE_HOST",
-    "IDLE_LAUNCH",
-    "IDLE_TRANSFER",
-    "INPUT_TOKENS",
-    "KERNEL_COUNT",
-    "KV_USAGE",
-    "MODE",
-    "OPERATOR_NAME",
-    "OUTPUT_TOKENS",
-    "QUEUE_RUNNING",
-    "QUEUE_WAITING",
-    "REQUEST_ID",
-    "REQUEST_MODEL",
-    "RESPONSE_ID",
-    "STATUS_CODE",
-    "STEP_ID",
-    "TIME_TO_FIRST_TOKEN",
-    "UNFINISHED_FLAG",
-)
 
 
-def payload_of(run: Run) -> dict[str, Any]:
-    """Return the object that the page shows; all of its values are valid JSON."""
+def payload_of(run: Run, names: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the object that the page shows; all of its values are valid JSON. ``names``: see above."""
     spans = run.spans
     t0_ns = max(0, min((span.start_ns for span in spans), default=0))
     index_of: dict[str, int] = {}
@@ -99,13 +72,13 @@ def payload_of(run: Run) -> dict[str, Any]:
         "clocks": [str(clock) for clock in run.clocks],
         "version": __version__,
         "t0_ms": min(t0_ns, _LONGEST_TIME) / 1e6,
-        "names": {name: getattr(schema, name) for name in _NAMES},
+        "names": {name: getattr(schema, name) for name in names},
         "types": [[name, attributes] for name, *attributes in types],
         **columns,
         "links": links,
         "errors": [index for index, span in enumerate(spans) if span.is_error],
         "requests": requests,
-        "steps": [index for index, span in enumerate(spans) if _is_step(span)],
+        "steps": [index for index, span in enumerate(spans) if span.name == STEP],
         "traces": {index: spans[index].trace_id for index in requests},
         "causes": _causes(spans, requests, index_of),
     }
@@ -129,19 +102,13 @@ def _causes(
                 round(seconds * 1e9),
                 [
                     (shown[span_id], round(own * 1e9))
-                    for span_id, own in sorted(
-                        explanation.culprits.get(cause, {}).items(), key=lambda each: -each[1]
-                    )[:_CULPRITS]
+                    for span_id, own in explanation.worst(cause)[:_CULPRITS]
                     if span_id in shown
                 ],
             )
             for cause, seconds in explanation.ranked()
         ]
     return found
-
-
-def _is_step(span: Span) -> bool:
-    return span.name == STEP
 
 
 def _time(ns: int) -> int:

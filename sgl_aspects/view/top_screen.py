@@ -92,14 +92,13 @@ def screen(
     ]
     latencies, scheduler = _latencies(finished), _scheduler(run, seconds, now, width)
     parts_of_steps = _parts(seconds, min(width, 60))
+    heading = Rule(Text("Scheduler", style="bold"), align="left", style="dim")
     if width >= _WIDE:
         both = Table.grid(padding=(0, 4, 0, 0))
         both.add_row(latencies, _steps(seconds))
-        parts += [both]
-        parts += [Rule(Text("Scheduler", style="bold"), align="left", style="dim"), scheduler, parts_of_steps]
+        parts += [both, heading, scheduler, parts_of_steps]
     else:
-        parts += [latencies, Rule(Text("Scheduler", style="bold"), align="left", style="dim")]
-        parts += [scheduler, _steps(seconds), parts_of_steps]
+        parts += [latencies, heading, scheduler, _steps(seconds), parts_of_steps]
     used = 16 if width >= _WIDE else 22
     title = "Slowest requests" if view.order == "slowest" else f"Requests, {view.order} first"
     parts += [Rule(Text(title, style="bold"), align="left", style="dim")]

@@ -21,6 +21,7 @@ from sgl_aspects.analysis.sources import Run, load_run
 from sgl_aspects.analysis.spans import Span, read_spans
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing import schema
 from sgl_aspects.view.page import SCRIPTS, STYLES, page_of
 from sgl_aspects.view.payload import payload_of
 from tests.support import workers
@@ -71,6 +72,7 @@ def test_the_data_are_the_spans(file: Path) -> None:
     names = [data["types"][number][0] for number in data["type"]]
     assert names == [span.name for span in spans]
     assert len(data["requests"]) == 40
+    assert data["names"]["MODE"] == schema.MODE  # of the constants that its program reads
     assert [spans[index].name for index in data["steps"]] == ["scheduler.step"] * len(data["steps"])
     for index, span in enumerate(spans):
         if span.parent_id:

@@ -36,10 +36,13 @@ SCRIPTS = (
 
 def page_of(run: Run) -> str:
     """The whole page, as text in UTF-8."""
-    data = json.dumps(payload_of(run), separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
     style = "\n".join(_file(name) for name in STYLES)
-    library, *own = (_file(name) for name in SCRIPTS)
-    script = f'{library}\n(() => {{\n"use strict";\n{"".join(own)}}})();\n'
+    library, *files = (_file(name) for name in SCRIPTS)
+    own = "".join(files)
+    script = f'{library}\n(() => {{\n"use strict";\n{own}}})();\n'
+    names = sorted(set(re.findall(r"\bnames\.([A-Z_]+)", own)))
+    payload = payload_of(run, names)
+    data = json.dumps(payload, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
     policy = (
         f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
         f"script-src '{_digest(script)}'; style-src '{_digest(style)}'"

@@ -4,11 +4,13 @@ const SPARE_ROWS = 4;
 
 class VirtualList {
   /**
-   * columns: [{ key, title, hint, className, value(item) for sorting, draw(cell, item) }]; a column without
-   * `draw` shows value(item) as text. `open(item)` is called for the row that is clicked or entered.
+   * columns: [{ key, title, hint, className, value(item) for sorting, text(value), draw(cell, item) }]: the value
+   * is item[key] unless it says otherwise, and shown as text unless there is a `draw`. `open(item)` is called for
+   * the row that is clicked or entered.
    */
   constructor({ label, columns, open, sortedBy, descending = true, rowHeight = 36, className = "" }) {
-    Object.assign(this, { label, columns, open, rowHeight, sortedBy, descending });
+    Object.assign(this, { label, open, rowHeight, sortedBy, descending });
+    this.columns = columns.map((column) => ({ value: (item) => item[column.key], text: (value) => value ?? "–", ...column }));
     this.items = [];
     this.active = 0;
     this.chosen = null;
@@ -130,7 +132,7 @@ class VirtualList {
       this.columns.map((column) => {
         const cell = el("div", { class: `cell ${column.className ?? ""}`, role: "gridcell" });
         if (column.draw) column.draw(cell, item);
-        else cell.textContent = String(column.value(item) ?? "–");
+        else cell.textContent = column.text(column.value(item));
         return cell;
       }),
     );

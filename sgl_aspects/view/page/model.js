@@ -109,16 +109,24 @@ class Run {
   }
 }
 
-/** A request: times in nanoseconds, null if the trace does not have it. */
-class Request {
+/** A span that can be opened: times in nanoseconds. */
+class Item {
   constructor(run, index) {
-    const value = (name) => run.value(index, name);
-    const number = (name) => run.number(index, name);
     this.run = run;
     this.index = index;
     this.start = run.start[index];
     this.duration = run.duration[index];
     this.end = this.start + this.duration;
+    this.isError = run.hasError.has(index);
+  }
+}
+
+/** A request: null is what the trace does not have. */
+class Request extends Item {
+  constructor(run, index) {
+    super(run, index);
+    const value = (name) => run.value(index, name);
+    const number = (name) => run.number(index, name);
     this.id = String(value(run.names.REQUEST_ID) ?? value(run.names.RESPONSE_ID) ?? run.traces[index]);
     this.model = String(value(run.names.REQUEST_MODEL) ?? run.name(index));
     this.promptTokens = number(run.names.INPUT_TOKENS);
@@ -128,7 +136,6 @@ class Request {
     this.toFirst = first === null ? null : first * 1e9;
     this.perToken =
       first !== null && this.outputTokens > 1 ? (this.duration - this.toFirst) / (this.outputTokens - 1) : null;
-    this.isError = run.hasError.has(index);
     const status = number(run.names.STATUS_CODE);
     this.isRefused = status >= 400 && status < 500; // the caller's mistake
     const reasons = value(run.names.FINISH_REASONS);
@@ -191,19 +198,12 @@ class Request {
 }
 
 /** A root that is neither a request nor a step: a function that was traced by name, the loading of a model. */
-class Other {
-  constructor(run, index) {
-    this.run = run;
-    this.index = index;
-    this.name = run.name(index);
-    this.start = run.start[index];
-    this.duration = run.duration[index];
-    this.end = this.start + this.duration;
-    this.isError = run.hasError.has(index);
+class Other extends Item {
+  get name() {
+    return this.run.name(this.index);
   }
 }
 
-/** A scheduler's step. */
 /** What each step adds, by its index: where an engine overlaps, two are open at once. */
 function addedTimes(run, indices) {
   const ends = new Map(); // by process
@@ -217,15 +217,13 @@ function addedTimes(run, indices) {
   return added;
 }
 
-class Step {
+/** A scheduler's step. */
+class Step extends Item {
   /** `added`: the time that it adds, which is its duration wherever steps are counted or compared. */
   constructor(run, index, position, added) {
-    this.run = run;
-    this.index = index;
+    super(run, index);
     this.position = position;
-    this.start = run.start[index];
     this.duration = added;
-    this.end = this.start + run.duration[index];
     const mode = String(run.value(index, run.names.MODE) ?? "other");
     this.mode = MODES.get(mode) ?? mode;
     this.kind = MODES.has(mode) ? this.mode : "other"; // its colour
@@ -237,7 +235,6 @@ class Step {
     this.running = run.number(index, run.names.QUEUE_RUNNING);
     this.kvUsage = run.number(index, run.names.KV_USAGE);
     this.process = run.process[index];
-    this.isError = run.hasError.has(index);
     this.requests = [];
     this.deviceTime = null;
     this.parts = Object.fromEntries(PARTS.map((part) => [part, 0]));

@@ -9,31 +9,17 @@ function otherList(run, open) {
     sortedBy: "duration",
     className: "others",
     columns: [
-      {
-        key: "start",
-        title: "Began",
-        hint: "since the run began",
-        className: "number hide-narrow",
-        value: (other) => other.start,
-        draw: (cell, other) => (cell.textContent = duration(other.start)),
-      },
+      { key: "start", title: "Began", hint: "since the run began", className: "number hide-narrow", text: duration },
       {
         key: "name",
         title: "Name",
         className: "mode",
-        value: (other) => other.name,
         draw: (cell, other) => {
           cell.textContent = cell.title = other.name;
           cell.classList.toggle("error", other.isError);
         },
       },
-      {
-        key: "duration",
-        title: "Duration",
-        className: "number strong",
-        value: (other) => other.duration,
-        draw: (cell, other) => (cell.textContent = duration(other.duration)),
-      },
+      { key: "duration", title: "Duration", className: "number strong", text: duration },
       {
         key: "share",
         title: "Of the longest",

@@ -24,13 +24,8 @@ function header(run) {
         .join(" · "),
     ),
     losses(run),
-    clocks(run),
+    run.clocks.length ? el("p", { class: "muted" }, `Clocks: ${run.clocks.join("; ")}.`) : null, // of several hosts
   );
-}
-
-/** The compared clocks of several hosts. */
-function clocks(run) {
-  return run.clocks.length ? el("p", { class: "muted" }, `Clocks: ${run.clocks.join("; ")}.`) : null;
 }
 
 /** A note on missing records, so that the numbers are not taken as complete. */
@@ -46,7 +41,6 @@ function losses(run) {
 
 function numbers(run) {
   const { requests, steps } = run;
-  const sum = (items, value) => items.reduce((total, item) => total + (value(item) ?? 0), 0);
   const span = requests.length ? requests.reduce((end, request) => Math.max(end, request.end), 0) - requests[0].start : run.end;
   const output = sum(requests, (request) => request.outputTokens);
   const prompt = sum(requests, (request) => request.promptTokens);

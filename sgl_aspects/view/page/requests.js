@@ -17,16 +17,14 @@ const legend = (kinds) =>
 
 function requestList(run, open) {
   const longest = run.requests.reduce((most, request) => Math.max(most, request.duration), 1);
-  const tokens = (key) => ({ value: (r) => r[key], draw: (cell, r) => (cell.textContent = count(r[key])) });
-  const time = (key) => ({ value: (r) => r[key], draw: (cell, r) => (cell.textContent = duration(r[key])) });
   return new VirtualList({
     label: "Requests",
     open,
     sortedBy: "duration",
     className: "requests",
     columns: [
-      { key: "start", title: "Started", hint: "since the run began", className: "number hide-narrow", ...time("start") },
-      { key: "duration", title: "Duration", className: "number strong", ...time("duration") },
+      { key: "start", title: "Started", hint: "since the run began", className: "number hide-narrow", text: duration },
+      { key: "duration", title: "Duration", className: "number strong", text: duration },
       {
         key: "standout",
         title: "Phases",
@@ -38,16 +36,15 @@ function requestList(run, open) {
           cell.setAttribute("aria-label", `mostly ${labelOf(largestPhase(request))}`);
         },
       },
-      { key: "toFirst", title: "TTFT", hint: "time to first token", className: "number", ...time("toFirst") },
-      { key: "perToken", title: "TPOT", hint: "time per output token", className: "number hide-narrow", ...time("perToken") },
-      { key: "promptTokens", title: "In", hint: "prompt tokens", className: "number small hide-narrow", ...tokens("promptTokens") },
-      { key: "cachedTokens", title: "Cached", hint: "prompt tokens found in the prefix cache", className: "number small hide-narrow", ...tokens("cachedTokens") },
-      { key: "outputTokens", title: "Out", hint: "output tokens", className: "number small", ...tokens("outputTokens") },
+      { key: "toFirst", title: "TTFT", hint: "time to first token", className: "number", text: duration },
+      { key: "perToken", title: "TPOT", hint: "time per output token", className: "number hide-narrow", text: duration },
+      { key: "promptTokens", title: "In", hint: "prompt tokens", className: "number small hide-narrow", text: count },
+      { key: "cachedTokens", title: "Cached", hint: "prompt tokens found in the prefix cache", className: "number small hide-narrow", text: count },
+      { key: "outputTokens", title: "Out", hint: "output tokens", className: "number small", text: count },
       {
         key: "outcome",
         title: "End",
         className: "end hide-narrow",
-        value: (request) => request.outcome,
         draw: (cell, request) => {
           cell.textContent = request.outcome;
           cell.classList.toggle("error", request.isError);
@@ -119,11 +116,7 @@ function verdict(request) {
 function requestPanel(request, { openStep, close }) {
   const { run } = request;
   const slowest = request.slowestStep;
-  const steps = stepList(request.steps, openStep, {
-    label: "Steps of this request",
-    from: request.start,
-    to: request.end,
-  });
+  const steps = stepList(request.steps, openStep, { label: "Steps of this request", from: request.start });
   const traceId = run.traces[request.index];
   return panel(
     `Request ${request.id}`,

@@ -1,11 +1,11 @@
 // The scheduler's steps: over time, as a list, and one step in detail.
 
-function stepList(steps, open, { label, from, to, rowHeight = 32 }) {
+function stepList(steps, open, { label, from }) {
   const longest = steps.reduce((most, step) => Math.max(most, step.duration), 1);
   const list = new VirtualList({
     label,
     open,
-    rowHeight,
+    rowHeight: 32,
     sortedBy: "duration",
     className: "steps",
     columns: [
@@ -14,23 +14,15 @@ function stepList(steps, open, { label, from, to, rowHeight = 32 }) {
         title: "Began",
         hint: "since the request or the run began",
         className: "number hide-narrow",
-        value: (step) => step.start,
-        draw: (cell, step) => (cell.textContent = duration(Math.max(step.start - from, 0))),
+        text: (start) => duration(Math.max(start - from, 0)),
       },
       {
         key: "mode",
         title: "Step",
         className: "mode",
-        value: (step) => step.mode,
         draw: (cell, step) => cell.append(el("i", { class: `k-${step.kind}` }), `${step.mode} ${step.name}`),
       },
-      {
-        key: "duration",
-        title: "Duration",
-        className: "number strong",
-        value: (step) => step.duration,
-        draw: (cell, step) => (cell.textContent = duration(step.duration)),
-      },
+      { key: "duration", title: "Duration", className: "number strong", text: duration },
       {
         key: "parts",
         title: "Parts",
@@ -39,8 +31,8 @@ function stepList(steps, open, { label, from, to, rowHeight = 32 }) {
         value: (step) => step.duration - step.parts.forward,
         draw: (cell, step) => bars(cell, partSegments(step), 0, longest),
       },
-      { key: "batch", title: "Batch", hint: "requests in it", className: "number small", value: (step) => step.batchSize },
-      { key: "tokens", title: "Tokens", hint: "that the model was fed", className: "number small hide-narrow", value: (step) => step.tokens },
+      { key: "batchSize", title: "Batch", hint: "requests in it", className: "number small" },
+      { key: "tokens", title: "Tokens", hint: "that the model was fed", className: "number small hide-narrow" },
     ],
   });
   list.setItems(steps);
@@ -111,10 +103,9 @@ function stepPanel(step, { openRequest, openStep, close, from }) {
 function deviceTable(step) {
   const parts = step.deviceParts;
   if (!parts.length) return null;
-  const sum = (some, key) => some.reduce((total, part) => total + part[key], 0);
-  const total = sum(parts, "time") || 1;
+  const total = sum(parts, (part) => part.time) || 1;
   const rest = parts.splice(MOST_OPERATORS);
-  if (rest.length) parts.push({ name: `${rest.length} others`, count: sum(rest, "count"), time: sum(rest, "time") });
+  if (rest.length) parts.push({ name: `${rest.length} others`, count: sum(rest, (part) => part.count), time: sum(rest, (part) => part.time) });
   const row = (cell, ...texts) => el("tr", {}, texts.map((text, at) => el(cell, at ? { class: "number" } : {}, text)));
   return [
     el("h3", {}, `On the device: ${duration(total)}`),
@@ -149,7 +140,7 @@ class Engine {
       ["KV cache and prefix cache", ["kv", "cached"], () => this._kv(), `KV cache: at most ${percent(most(steps, "kvUsage"))} in use`],
     ];
     this.plots = [];
-    this.list = stepList(steps, openStep, { label: "All steps", from: 0, to: run.end });
+    this.list = stepList(steps, openStep, { label: "All steps", from: 0 });
     this.element = el(
       "section",
       { class: "card", "aria-labelledby": "engine-title" },
@@ -335,12 +326,12 @@ class Engine {
   }
 
   _partsInWords() {
-    const total = this.run.steps.reduce((sum, step) => sum + step.duration, 0) || 1;
-    return PARTS.map((part) => `${labelOf(part)} ${percent(this.run.steps.reduce((sum, step) => sum + step.parts[part], 0) / total)}`).join(", ");
+    const total = sum(this.run.steps, (step) => step.duration) || 1;
+    return PARTS.map((part) => `${labelOf(part)} ${percent(sum(this.run.steps, (step) => step.parts[part]) / total)}`).join(", ");
   }
 }
 
-const mean = (items, value) => (items.length ? items.reduce((sum, item) => sum + value(item), 0) / items.length : 0);
+const mean = (items, value) => (items.length ? sum(items, value) / items.length : 0);
 const most = (items, key) => items.reduce((high, item) => Math.max(high, item[key] ?? 0), 0);
 
 function lowerBound(ascending, value) {

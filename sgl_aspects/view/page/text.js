@@ -31,6 +31,8 @@ const percent = (share) =>
 const times = (ratio) => `${ratio < 9.95 ? ratio.toFixed(1) : ratio.toFixed(0)}×`;
 const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 
+const sum = (items, value) => items.reduce((total, item) => total + (value(item) ?? 0), 0);
+
 /** The q-quantile of numbers that are sorted; null of none. */
 function quantile(sorted, q) {
   if (!sorted.length) return null;
