@@ -221,6 +221,11 @@ class _Calls:
         setattr(self, _COUNT, 0.0)
 
 
+def are_constants(values: tuple[Any, ...]) -> bool:
+    """Return whether these are the constants of a woven function's code: an observed original is among them."""
+    return any(type(value) is _Calls for value in values)
+
+
 def _hashable(constant: Any) -> Any:
     """Return ``constant``, or a partial that calls it: debuggers hash the code of functions."""
     try:

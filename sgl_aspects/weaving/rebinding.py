@@ -42,6 +42,7 @@ from sgl_aspects.weaving.attributes import (
 )
 from sgl_aspects.weaving.chain import is_of_caller
 from sgl_aspects.weaving.descriptors import descriptor_anew
+from sgl_aspects.weaving.functions import are_constants
 from sgl_aspects.weaving.hooks import Result
 from sgl_aspects.weaving.referrers import Exclusions, referrers, unfrozen
 from sgl_aspects.weaving.templates import SUSPENDS
@@ -363,7 +364,7 @@ class _Collected:
 
 def _is_ours(referrer: Any) -> bool:
     """Return whether the referrer belongs to the weaver, which holds originals on purpose."""
-    if is_of_caller(referrer):
+    if is_of_caller(referrer) or (type(referrer) is tuple and are_constants(referrer)):
         return True
     home = dict.get(referrer, "__name__") if type(referrer) is dict else class_module(type(referrer))
     is_own = isinstance(home, str) and home.startswith("sgl_aspects.weaving")

@@ -421,7 +421,7 @@ def test_a_copy_is_found_piece_by_piece_as_well(engine: Any, name: str) -> None:
     original = engine.f
     held = HOLDERS[name](original)
     with in_pieces(rest=0) as pieces:
-        handle = aspects.weave(around("engine:f", hooked))
+        handle = aspects.weave(aspects.observe("engine:f")(type("Observer", (aspects.Observer,), {})))
         assert held.get() is engine.f
         assert aspects.report().stale == ()
         handle.remove()
