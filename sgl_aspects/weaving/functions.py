@@ -222,7 +222,7 @@ class _Calls:
 
 
 def are_constants(values: tuple[Any, ...]) -> bool:
-    """Return whether these are the constants of a woven function's code: an observed original is among them."""
+    """Return whether they are of the code of a woven function; an observed original is one of them."""
     return any(type(value) is _Calls for value in values)
 
 
