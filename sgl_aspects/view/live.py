@@ -48,6 +48,7 @@ class Request:
     start_ns: int
     model: str = ""
     end_ns: int = 0
+    #: What its caller saw of a streamed answer: see ``LiveRun.first_token``.
     time_to_first_token: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -70,21 +71,16 @@ class Request:
     def seconds(self, now_ns: int) -> float:
         return max(0, (self.end_ns or now_ns) - self.start_ns) / 1e9
 
-    @property
-    def time_per_output_token(self) -> float | None:
-        if self.time_to_first_token is None or self.output_tokens < 2 or not self.end_ns:
-            return None
-        return (self.seconds(self.end_ns) - self.time_to_first_token) / (self.output_tokens - 1)
-
 
 @dataclass
 class Phases:
     """The seconds of a request in each phase so far, and since when it is in the current one.
 
-    ``key``: its scheduler's key of it.
+    ``key``: its scheduler's key of it. ``first_ns``: when its decode phase began; 0: not yet.
     """
 
     key: int = 0
+    first_ns: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     current: str = ""
     since_ns: int = 0
@@ -182,6 +178,20 @@ class LiveRun:
         _bound(self.open)
         _bound(self._ids)
 
+    def first_token(self, request: Request) -> float | None:
+        """Return seconds until the first token: where no caller saw it by itself, the scheduler's."""
+        phases = self.phases.get(request.id)
+        seen = request.time_to_first_token
+        if seen is not None or request.error or phases is None or not phases.first_ns:
+            return seen
+        return max(0, phases.first_ns - request.start_ns) / 1e9
+
+    def time_per_output_token(self, request: Request) -> float | None:
+        first = self.first_token(request)
+        if first is None or request.output_tokens < 2 or not request.end_ns:
+            return None
+        return max(0.0, request.seconds(request.end_ns) - first) / (request.output_tokens - 1)
+
     def controls(self) -> dict[int, Control]:
         """Return the control block of each process of the run, by process id."""
         found = {}
@@ -260,6 +270,7 @@ class LiveRun:
         if phases is not None:
             phases.current, phases.since_ns = record.type.name, record.start_ns
             if record.type.name == "decode":
+                phases.first_ns = phases.first_ns or record.start_ns
                 self._second(record.start_ns).decodes_begun += 1
 
     def _phases_of(self, record: SpanBegin | SpanEnd) -> Phases | None:
@@ -287,6 +298,8 @@ class LiveRun:
             if phases is not None:
                 phases.seconds[kind] = phases.seconds.get(kind, 0.0) + seconds
                 phases.current = "" if phases.current == kind else phases.current
+                if kind == "decode":
+                    phases.first_ns = phases.first_ns or record.start_ns
             if kind == "prefill":
                 tokens = _number(_values(record).get(schema.PREFILL_TOKENS))
                 self._second(record.end_ns).prefilled_tokens += int(tokens)

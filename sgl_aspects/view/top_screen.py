@@ -38,11 +38,11 @@ _MOST_CAUSES = 5
 
 
 #: What requests are sorted by: the largest first.
-ORDERS: dict[str, Callable[[Request, int], float]] = {
-    "slowest": lambda request, now_ns: request.seconds(now_ns),
-    "late first token": lambda request, now_ns: request.time_to_first_token or 0.0,
-    "most tokens": lambda request, now_ns: request.prompt_tokens + request.output_tokens,
-    "newest": lambda request, now_ns: request.start_ns,
+ORDERS: dict[str, Callable[[LiveRun, Request, int], float]] = {
+    "slowest": lambda run, request, now_ns: request.seconds(now_ns),
+    "late first token": lambda run, request, now_ns: run.first_token(request) or 0.0,
+    "most tokens": lambda run, request, now_ns: request.prompt_tokens + request.output_tokens,
+    "newest": lambda run, request, now_ns: request.start_ns,
 }
 
 
@@ -69,7 +69,7 @@ def ranked(run: LiveRun, order: str) -> list[Request]:
     """Return the open requests and those that finished in the window, in this order."""
     now = run.now_ns()
     finished = [request for second in _window(run, now) for request in second.finished]
-    return sorted([*run.open.values(), *finished], key=lambda request: -ORDERS[order](request, now))
+    return sorted([*run.open.values(), *finished], key=lambda request: -ORDERS[order](run, request, now))
 
 
 def _window(run: LiveRun, now_ns: int) -> list[Second]:
@@ -90,7 +90,7 @@ def screen(
         Rule(Text(f"Requests, last {run.window} s", style="bold"), align="left", style="dim"),
         _requests(run, seconds, finished),
     ]
-    latencies, scheduler = _latencies(finished), _scheduler(run, seconds, now, width)
+    latencies, scheduler = _latencies(run, finished), _scheduler(run, seconds, now, width)
     parts_of_steps = _parts(seconds, min(width, 60))
     heading = Rule(Text("Scheduler", style="bold"), align="left", style="dim")
     if width >= _WIDE:
@@ -174,11 +174,11 @@ def _requests(run: LiveRun, seconds: Sequence[Second], finished: Sequence[Reques
     )
 
 
-def _latencies(finished: Sequence[Request]) -> Table:
+def _latencies(run: LiveRun, finished: Sequence[Request]) -> Table:
     table = _table("", "p50", "p90", "p99", "max")
     rows: list[tuple[str, Callable[[Request], float | None]]] = [
-        ("time to first token", lambda request: request.time_to_first_token),
-        ("time per output token", lambda request: request.time_per_output_token),
+        ("time to first token", run.first_token),
+        ("time per output token", run.time_per_output_token),
         ("duration", lambda request: request.seconds(request.end_ns)),
     ]
     for name, value in rows:
@@ -265,7 +265,7 @@ def _listed(
         phases = run.phases.get(request.id)
         times = phases.until(request.end_ns or now_ns) if phases else {}
         state = request.outcome if request.end_ns else (phases.current if phases else "") or "open"
-        first = request.time_to_first_token
+        first = run.first_token(request)
         table.add_row(
             Text(duration(request.seconds(now_ns)), style="bold"),
             Text(state, style="red" if request.is_error else STYLES.get(state, "cyan")),

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from fcntl import ioctl
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -88,12 +89,34 @@ def test_the_numbers_of_a_run(live: LiveRun) -> None:
     assert [request.id for request in live.open.values()] == ["open"]
     finished = {request.id: request for second in live.seconds.values() for request in second.finished}
     assert finished["quick"].seconds(0) == pytest.approx(2.0)
-    assert finished["quick"].time_per_output_token == pytest.approx(0.05)
+    assert live.time_per_output_token(finished["quick"]) == pytest.approx(0.05)
     assert live.phases["quick"].until(0) == pytest.approx({"queue": 1.0, "prefill": 0.5, "decode": 0.5})
     assert live.phases["open"].current == "decode"
     (gauges,) = live.gauges.values()
     assert (gauges.waiting, gauges.running, gauges.kv_usage) == (2, 1, 0.5)
     assert sum(len(times) for second in live.seconds.values() for times in second.steps.values()) == 20
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_answer_in_one_piece_has_the_schedulers_first_token(announced: bool, tmp_path: Path) -> None:
+    recorder, start = RingRecorder(str(tmp_path), level=3), time.monotonic_ns() - 3_000_000_000
+    request, key, decode = recorder.new_id(), recorder.new_id(), recorder.new_id()
+    recorder.write(RequestBegin(request, "one", start, *context.new(), "chat tiny", {}))
+    recorder.write(RequestSeen(key, "one", start))
+    first = start + 1_250_000_000
+    if announced:
+        recorder.announce(DECODE, decode, key, key, first)
+    values: list[Any] = ["one", ["stop"], None, 100, 8, 0, None, None]
+    recorder.spans(REQUEST)(request, request, 0, start, first + 700_000_000, values)
+    recorder.spans(DECODE)(decode, key, key, first, first + 700_000_000, [8, "stop"])  # read last
+    live = LiveRun(tmp_path)
+    live.poll()
+    text = shown(live, 140)
+    live.close()
+    recorder.close()
+    assert re.search(r"^time to first token +1\.25 s", text, re.MULTILINE)
+    assert re.search(r"^time per output token +100 ms", text, re.MULTILINE)
+    assert re.search(r"1\.25 s +8 +one", text)
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
