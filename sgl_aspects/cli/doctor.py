@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
-from sgl_aspects.cli.hooks import add_source, reports, sorted_hooks
+from sgl_aspects.cli.hooks import add_source, called, reports, sorted_hooks
 from sgl_aspects.run.process_reports import ProcessReport
 from sgl_aspects.terminal import counted, printable
 from sgl_aspects.tracing.record import native
@@ -64,8 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         own, ours, absent = sorted_hooks(hook for process in processes for hook in process.report.hooks)
         hooks = counted(len({(hook.target, hook.hook) for hook in own}), "hook")
         print(f"{hooks} in {counted(len(processes), 'process')}, {counted(len(findings), 'finding')}")
-        called = {hook.target for hook in ours if hook.calls}
-        print(f"tracing: {counted(len({hook.target for hook in ours}), 'hook')}, {len(called)} called")
+        print(called(ours))
         if absent:
             print(absent)
         print(f"compiled step path: {native.state()}")

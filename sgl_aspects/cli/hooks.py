@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sgl_aspects.run.process_reports import ProcessReport, read_all
-from sgl_aspects.terminal import printable
+from sgl_aspects.terminal import counted, printable
 from sgl_aspects.weaving import HookReport, State
 
 _OURS = "sgl-aspects"
@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
         state = "" if process.ended else "  (has not ended, or was killed: the state of its latest report)"
         print(printable(f"process {process.process_id}{state}  {process.command}"))
         own, ours, absent = sorted_hooks(process.report.hooks)
-        for line in printable(str(process.report._replace(hooks=(*own, *ours)))).splitlines():
+        shown = process.report._replace(hooks=tuple(own))
+        lines = printable(str(shown)).splitlines() if any(shown) or not ours else []
+        for line in (*lines, *([called(ours)] if ours else []), *([absent] if absent else [])):
             print(f"  {line}")
-        if absent:
-            print(f"  {absent}")
     return 0
 
 
@@ -82,6 +82,12 @@ def sorted_hooks(hooks: Iterable[HookReport]) -> tuple[list[HookReport], list[Ho
     counted = ", ".join(f"{name} ({count})" for name, count in counts.items())
     line = f"the tracing's hooks wait for engines that are not loaded here: {counted}" if counted else ""
     return own, [hook for name in here for hook in ours[name]], line
+
+
+def called(ours: Sequence[HookReport]) -> str:
+    """Return a line about the tracing's own hooks, which are many; ``--json`` has each."""
+    called = {hook.target for hook in ours if hook.calls}
+    return f"tracing: {counted(len({hook.target for hook in ours}), 'hook')}, {len(called)} called"
 
 
 def _engine(hook: HookReport) -> str:

@@ -126,6 +126,10 @@ class Handle:
     def __init__(self, advices: tuple[Advice, ...] = ()) -> None:
         self.advices = advices
 
+    def __repr__(self) -> str:
+        with weaver.lock:
+            return str(Report(tuple(map(_hook_report, self.advices))))
+
     def remove(self) -> None:
         """Remove the hooks; without other hooks on a target, its original object is restored."""
         weaver.remove(self.advices)

@@ -6,6 +6,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import logging
+import os
 import pkgutil
 import sys
 from collections import defaultdict, deque
@@ -206,6 +207,9 @@ def _fault_of(name: str, search_path: tuple[str, ...]) -> str:
             except Exception:  # noqa: BLE001  another package's finder may raise anything
                 return ""
             if spec is None:
+                if within is None and any(map(os.path.exists, (f"{prefix}.py", f"{prefix}/__init__.py"))):
+                    hint = f"Python does not look into {os.getcwd()}, which has it: PYTHONPATH names such folders"
+                    return f"no module {prefix} can be imported; {hint}"
                 modules = {one.name for one in pkgutil.iter_modules(within)} - {"__main__"}
                 if within is None:
                     modules |= sys.stdlib_module_names

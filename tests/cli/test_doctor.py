@@ -11,6 +11,7 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import HookType
 from sgl_aspects.cli.doctor import diagnose
+from sgl_aspects.cli.main import main
 from sgl_aspects.run.process_reports import ProcessReport
 from sgl_aspects.tracing.record import native
 from tests.support.distributions import install
@@ -155,6 +156,29 @@ def test_the_hooks_of_engines_that_are_not_here_are_one_line(tmp_path: Path) -> 
         "tracing: 0 hooks, 0 called",
         shown[2].strip(),
     ]
+
+
+def test_the_tracings_own_hooks_do_not_hide_a_plugins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = {"hook_type": "OBSERVE", "state": "WOVEN", "order": 0, "detail": "", "places": [], "errors": 0}
+    hook = {**kinds, "hook": "mine:seen", "required": False, "is_counted": True}
+    ours, mine = ["tracing", "sgl-aspects"], ["mine", "my-plugin"]
+    hooks = [
+        {**hook, "target": "engine:Engine.step", "calls": 7, "source": mine},
+        *(
+            {**hook, "target": f"engine:Engine.m{each}", "calls": each % 2, "source": ours}
+            for each in range(60)
+        ),
+    ]
+    report = {"hooks": hooks, "stale": [], "displaced": []}
+    process = {"process_id": 7, "command": "serve", "ended": True, "report": report}
+    (tmp_path / "7.hooks.json").write_text(json.dumps(process))
+    assert main(["hooks", "--from", str(tmp_path)]) == 0
+    _, own, tracing = capsys.readouterr().out.splitlines()
+    assert "7 calls" in own
+    assert "[mine (my-plugin)]" in own
+    assert tracing.strip() == "tracing: 60 hooks, 30 called"
 
 
 def test_a_folder_without_reports_is_one_line(tmp_path: Path) -> None:

@@ -38,6 +38,30 @@ def test_a_module_that_cannot_exist_is_named(target: str, words: str) -> None:
     assert words in aspects.report().hooks[0].detail
 
 
+@pytest.mark.parametrize("file", ["beside_a.py", "beside_b/__init__.py"])
+def test_a_module_in_a_folder_that_python_does_not_look_into_is_found(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("")
+    monkeypatch.chdir(tmp_path)
+    told = f"can be imported; Python does not look into {tmp_path}, which has it: PYTHONPATH"
+    assert told in aspects.explain(f"{file[:8]}:f")
+
+
+def test_a_handle_shows_its_hooks_as_the_report_does() -> None:
+    with module_of("def f(): pass\ndef g(): pass") as engine:
+        handle = aspects.weave(around("engine:f"))
+        other = aspects.weave(around("engine:g"))
+        engine.f()
+        first, second = str(aspects.report()).splitlines()
+        assert (repr(handle), repr(other)) == (first, second)
+        assert " 1 calls " in first
+        other.remove()
+        handle.remove()
+        assert repr(handle).startswith("removed ")
+
+
 @pytest.mark.parametrize("target", [":f", "pkg.:f", ".pkg:f", "pkg:", "pkg..f"])
 def test_a_name_that_is_missing_is_said_to_be(target: str) -> None:
     with pytest.raises(
