@@ -208,7 +208,7 @@ def _fault_of(name: str, search_path: tuple[str, ...]) -> str:
                 return ""
             if spec is None:
                 if within is None and any(map(os.path.exists, (f"{prefix}.py", f"{prefix}/__init__.py"))):
-                    hint = f"Python does not look into {os.getcwd()}, which has it: PYTHONPATH names such folders"
+                    hint = f"Python does not look into {os.getcwd()}, which has it: add it to PYTHONPATH"
                     return f"no module {prefix} can be imported; {hint}"
                 modules = {one.name for one in pkgutil.iter_modules(within)} - {"__main__"}
                 if within is None:

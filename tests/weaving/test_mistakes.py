@@ -45,7 +45,7 @@ def test_a_module_in_a_folder_that_python_does_not_look_into_is_found(
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("")
     monkeypatch.chdir(tmp_path)
-    told = f"can be imported; Python does not look into {tmp_path}, which has it: PYTHONPATH"
+    told = f"can be imported; Python does not look into {tmp_path}, which has it: add it to PYTHONPATH"
     assert told in aspects.explain(f"{file[:8]}:f")
 
 
