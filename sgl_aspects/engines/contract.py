@@ -37,6 +37,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "send_request": ("tokenized",),
     "send_requests": ("tokenized",),
     "receive_outputs": ("manager", "outputs"),
+    "parse_output": (),  # of an answer, or a piece of it: tool calls and reasoning
     "receive_abort": ("message", "aborted"),
     "finish_request": ("state", "finish_reason", "error"),
     "describe_detokenizer": ("description",),

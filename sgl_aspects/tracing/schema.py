@@ -47,6 +47,8 @@ TIME_TO_TOKENIZE = "sgl_aspects.latency.time_to_tokenize"
 TIME_TO_QUEUE = "sgl_aspects.latency.time_to_queue"
 INPUT_MESSAGES = "gen_ai.input.messages"
 OUTPUT_MESSAGES = "gen_ai.output.messages"
+#: What tool calls and reasoning took to be found in an answer, in all.
+PARSE_BUSY_TIME = "sgl_aspects.parse.busy_time"
 STATUS_CODE = "http.response.status_code"
 #: The caller's own id of its request, as OpenTelemetry's HTTP conventions have it.
 HEADER_REQUEST_ID = "http.request.header.x-request-id"
@@ -175,6 +177,7 @@ REQUEST = SpanType(
         OUTPUT_MESSAGES: str,
         HOST_TOKENS: int,
         STORAGE_TOKENS: int,
+        PARSE_BUSY_TIME: float,
         # Of a request that failed.
         STATUS_CODE: int,
     },

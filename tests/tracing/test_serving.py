@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic_ns
 from types import SimpleNamespace
 from typing import Any
 
 from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.engines.vllm.roles import VLLM
 from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange
 from sgl_aspects.tracing.observers.serving import ServingObserver
 from sgl_aspects.tracing.options import DEFAULTS
 from sgl_aspects.tracing.records import RequestBegin
@@ -89,3 +91,21 @@ def test_a_callers_context_that_a_front_end_in_rust_hands_on_is_used() -> None:
     assert (first.trace_id, first.parent_id, first.name) == (5, 7, "chat unknown")
     assert second.trace_id != 5
     assert (second.parent_id, second.name) == (0, "text_completion unknown")
+
+
+def test_a_parser_that_calls_another_is_counted_once() -> None:
+    trackers = Trackers.of(SGLANG, Memory(), DEFAULTS)
+    observations = {each.role: each for each in ServingObserver(trackers).observations()}
+    parse, exchange = observations["parse_output"], Exchange({}, monotonic_ns())
+    started_ns, token = monotonic_ns(), current_exchange.set(exchange)
+    try:
+        outer = parse.enter((), {})
+        inner = parse.enter((), {})
+        sum(range(10_000))
+        parse.exit(inner, None, None)
+        assert exchange.parsed_ns == 0
+        parse.exit(outer, None, ValueError())
+    finally:
+        current_exchange.reset(token)
+    assert 0 < exchange.parsed_ns <= monotonic_ns() - started_ns
+    assert parse.enter((), {}) is None

@@ -240,6 +240,7 @@ SGLANG = Engine(
         "receive_outputs": Role(
             (f"{_TOKENIZER}._handle_batch_output",), ("manager:self", "outputs:recv_obj"), required=True
         ),
+        "parse_output": Role(("sglang.srt.*.*_parser:*Parser.parse_*",)),
         "receive_abort": Role((f"{_TOKENIZER}._handle_abort_req",), ("_", "message:recv_obj")),
         # In the detokenizer's process.
         "detokenize": Role((f"{_DETOKENIZER}.handle_batch_token_id_out",), ("_", "outputs:recv_obj")),

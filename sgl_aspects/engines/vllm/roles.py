@@ -193,6 +193,7 @@ VLLM = Engine(
         "receive_outputs": Role(
             (f"{_OUTPUTS}.process_outputs",), ("manager:self",), reads={"outputs": _outputs}, required=True
         ),
+        "parse_output": Role(("vllm.parser.**:*Parser*.parse*",)),
         "detokenize": Role((f"{_OUTPUTS}.process_outputs",), reads={"outputs": _outputs}),
         "receive_abort": Role((f"{_OUTPUTS}.abort_requests",), reads={"aborted": returned}),
         # In each engine core's process.

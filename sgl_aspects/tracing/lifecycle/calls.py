@@ -367,7 +367,7 @@ class CallTracker:
     def fail(self, call: Call, problem: str) -> None:
         """Write its span; with a ``problem``, once the response has given its status, or its id."""
         exchange = call.exchange
-        if exchange is not None and not exchange.first_ns and (problem or exchange.makes_id):
+        if exchange is not None and not exchange.first_ns and (problem or exchange.ends_request):
             exchange.at_end.append(partial(self.record, call, problem))
             if not exchange.is_over:  # read last: the server's thread may be ending it
                 return
@@ -413,10 +413,11 @@ class CallTracker:
         reasons = [one.reason for one in answers if one.reason]
         # For a non-streamed answer, only the scheduler sees the first token.
         first_ns = min((one.first_ns for one in answers if one.first_ns), default=0) if call.streams else 0
-        response_id, status = call.response_id or str(call.rid), None
+        response_id, status, parsed = call.response_id or str(call.rid), None, None
         if exchange is not None and call.of is None:
             first_ns = first_ns and (exchange.first_ns or first_ns)
             response_id = exchange.response_id or response_id
+            parsed = exchange.parsed_ns / 1e9 or None
             self._add_unread(call, exchange)
         # Clamp at 0: the clock may have been set back.
         to_first = (first_ns - call.start_ns) / 1e9 if first_ns and first_ns >= call.start_ns else None
@@ -439,6 +440,7 @@ class CallTracker:
             max(0, end_ns - call.start_ns) / 1e9 if not call.is_attached else None,
             text,
             *(tiers or (None, None)),
+            parsed,
             status,
         ]
         self._write(call, end_ns, of_request, problem)

@@ -39,7 +39,7 @@ class Exchange:
     ``is_whole``: the client got all of the response. ``tokenized``, ``templated``: tokenizations and uses of
     a chat template before the request began, in order. ``at_end``: called when the response is complete, or
     its client gone. ``unread``: first begin, last end and total of the times in which the buffers were full,
-    since the client did not read; empty if they never were.
+    since the client did not read; empty if they never were. ``parsed_ns``: what parsing the answer has taken.
     """
 
     scope: Mapping[str, Any]
@@ -55,15 +55,19 @@ class Exchange:
     templated: list[Part] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)
+    parsed_ns: int = 0
+    is_parsing: bool = False
 
     @property
     def path(self) -> str:
         return str(self.scope.get("path", ""))
 
     @property
-    def makes_id(self) -> bool:
-        """Whether its answer gets an id of its own, as it is sent."""
-        return self.path.endswith(("/messages", "/responses"))
+    def ends_request(self) -> bool:
+        """Whether a request ends with it, also if its answer comes in one piece: that is still to be parsed,
+        and may get an id of its own.
+        """
+        return operation_of(self.path) == "chat"
 
     @property
     def headers(self) -> dict[str, str]:

@@ -121,6 +121,7 @@ class ServingObserver:
             Observation("send_request", self._send_enter, self._send_exit),
             Observation("send_requests", self._send_all_enter),
             Observation("receive_outputs", self._outputs_enter, self._outputs_exit),
+            Observation("parse_output", self._parse_enter, self._parse_exit),
             Observation("receive_abort", self._abort_enter, self._abort_exit),
         ]
 
@@ -364,6 +365,19 @@ class ServingObserver:
             if reason is not None:
                 del live[rid]
                 self._calls.end(call, reason)
+
+    def _parse_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Exchange, int] | None:
+        exchange = current_exchange.get()
+        if exchange is None or exchange.is_parsing:  # by another parser, which calls this one
+            return None
+        exchange.is_parsing = True
+        return exchange, monotonic_ns()
+
+    def _parse_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is not None:
+            exchange, start_ns = token
+            exchange.is_parsing = False
+            exchange.parsed_ns += monotonic_ns() - start_ns
 
     def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         message = self._aborted(args, kwargs)

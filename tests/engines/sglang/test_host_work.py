@@ -14,18 +14,25 @@ pytest.importorskip("sglang")
 from tests.support import unpinned
 from tests.support.callers import Requests, by_trace, parent
 from tests.support.distributions import install_plugin
-from tests.support.host_work import check_chat_template, check_server_events, has_ended
+from tests.support.host_work import (
+    chat_with_tools,
+    check_chat_template,
+    check_parsing,
+    check_server_events,
+    has_ended,
+)
 from tests.support.phases import engine_receiver, run_prefix
 from tests.support.sglang_models import make_adapter, make_mini
 from tests.support.sglang_server import Server, serve
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
-JSON, AGAIN, REGEX, CHAT, BASE, ADAPTED, *PAUSED = range(9)
+JSON, AGAIN, REGEX, CHAT, BASE, ADAPTED, WHOLE, STREAMED, *PAUSED = range(11)
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}}'
 GRAMMARS = {JSON: {"json_schema": SCHEMA}, AGAIN: {"json_schema": SCHEMA}, REGEX: {"regex": "[a-z]{3}"}}
 OPTIONS = (
     *("--enable-lora", "--max-lora-rank", "8"),
+    *("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3"),
     *("--lora-target-modules", "q_proj", "k_proj", "v_proj", "--lora-backend", "torch_native"),
 )
 
@@ -44,6 +51,7 @@ def drive(server: Server, adapter: Path) -> None:
         generate(server, number, 30, grammar)
     chat = {"model": "mini", "max_tokens": 4, "messages": [{"role": "user", "content": "tell me"}]}
     server.post("/v1/chat/completions", chat, parent(CHAT))
+    chat_with_tools(server, WHOLE, STREAMED)
     server.tell("/load_lora_adapter", {"lora_name": "pirate", "lora_path": str(adapter)})
     generate(server, BASE)
     generate(server, ADAPTED, lora_path="pirate")
@@ -69,7 +77,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Requests]:
         }
         with serve(model, folder / "log", prefix=prefix, more=OPTIONS, environment=environment) as server:
             drive(server, adapter)
-            receiver.wait_for(lambda spans: has_ended(spans, 9))
+            receiver.wait_for(lambda spans: has_ended(spans, 11))
         yield Requests(receiver, by_trace(receiver.spans))
 
 
@@ -89,6 +97,10 @@ def test_a_grammar_that_is_known_is_not_waited_for(run: Requests) -> None:
 
 def test_the_chat_template_precedes_the_queue(run: Requests) -> None:
     check_chat_template(run, CHAT)
+
+
+def test_what_parsing_an_answer_took_is_on_its_request(run: Requests) -> None:
+    check_parsing(run, [WHOLE, STREAMED], not_parsed=[BASE, JSON])
 
 
 def test_an_adapter_is_on_its_request_and_metrics(run: Requests) -> None:

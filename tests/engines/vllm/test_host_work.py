@@ -11,14 +11,20 @@ pytest.importorskip("vllm")
 
 from tests.support.callers import Requests, by_trace, parent
 from tests.support.engine_server import EngineServer
-from tests.support.host_work import check_chat_template, check_server_events, has_ended
+from tests.support.host_work import (
+    chat_with_tools,
+    check_chat_template,
+    check_parsing,
+    check_server_events,
+    has_ended,
+)
 from tests.support.phases import engine_receiver, run_prefix
 from tests.support.sglang_models import make_adapter, make_mini
 from tests.support.vllm_server import serve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-GRAMMAR, AGAIN, CHAT, ADAPTED, *PAUSED = range(7)
+GRAMMAR, AGAIN, CHAT, ADAPTED, WHOLE, STREAMED, *PAUSED = range(9)
 #: Large enough that compiling it takes longer than the way to the scheduler.
 SCHEMA = {
     "type": "object",
@@ -38,6 +44,7 @@ def drive(server: EngineServer, adapter: Path) -> None:
     for number in (GRAMMAR, AGAIN):
         server.post("/v1/chat/completions", {**chat, "response_format": form}, parent(number))
     server.post("/v1/chat/completions", chat, parent(CHAT))
+    chat_with_tools(server, WHOLE, STREAMED)
     loaded = {"lora_name": "pirate", "lora_path": str(adapter)}
     server.tell("/v1/load_lora_adapter", loaded)
     server.post("/v1/completions", completion(ADAPTED, 4, model="pirate"), parent(ADAPTED))
@@ -58,6 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Requests:
         # vLLM loads plugins when its engine core has begun to start: this launcher is there before.
         prefix = run_prefix(receiver, level=2)
         options = ["--dtype", "float32", "--enforce-eager", "--enable-lora"]
+        options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         environment = {
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_SERVER_DEV_MODE": "1",
@@ -65,7 +73,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Requests:
         }
         with serve(model, folder / "log", prefix=prefix, more=options, environment=environment) as server:
             drive(server, adapter)
-            receiver.wait_for(lambda spans: has_ended(spans, 7))
+            receiver.wait_for(lambda spans: has_ended(spans, 9))
     return Requests(receiver, by_trace(receiver.spans))
 
 
@@ -81,6 +89,10 @@ def test_a_request_waits_for_its_grammar_in_a_phase_of_its_own(run: Requests) ->
 
 def test_the_chat_template_precedes_the_queue(run: Requests) -> None:
     check_chat_template(run, CHAT)
+
+
+def test_what_parsing_an_answer_took_is_on_its_request(run: Requests) -> None:
+    check_parsing(run, [WHOLE, STREAMED], not_parsed=[ADAPTED])
 
 
 def test_loading_an_adapter_is_a_span(run: Requests) -> None:
