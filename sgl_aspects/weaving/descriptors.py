@@ -214,8 +214,6 @@ def _next_in_line(place: AttributeReference, captured: Callable[..., Any]) -> Ca
     owner, name, raw = place.owner, place.name, place.raw
     while _in_classmethod(raw) is not None:
         raw = _in_classmethod(raw)
-    if is_a(raw, C_CALLABLES):
-        return captured
     if _decorated(place) is not None and not is_a(raw, functools.cached_property):
         _refuse_if_overtaken(place)
 
@@ -235,7 +233,7 @@ def _next_in_line(place: AttributeReference, captured: Callable[..., Any]) -> Ca
             following = super(owner, subject)
         except TypeError:  # it is not an instance of the class
             return captured(subject, *args, **kwargs)
-        if is_a(raw, staticmethod):
+        if name == "__new__":
             return following.__new__(subject, *args, **kwargs)
         if place.part in ("fset", "fdel"):
             order = bases(type(subject))
@@ -243,6 +241,8 @@ def _next_in_line(place: AttributeReference, captured: Callable[..., Any]) -> Ca
             descriptor = next(one for one in held if one is not MISSING)
             return getattr(descriptor, "__set__" if args else "__delete__")(subject, *args)
         found = getattr(following, name)
+        if type(found) is types.MethodWrapperType and found.__objclass__ is object and name == "__init__":
+            return _initialise(subject, *args, **kwargs)
         return found if is_a(raw, (property, functools.cached_property)) else found(*args, **kwargs)
 
     return _following(captured, called)
