@@ -40,6 +40,16 @@ class Attributes(OwnDict):
     __slots__ = ()
 
 
+class OfMetaclass(classmethod):  # type: ignore[type-arg]
+    """A metaclass's method in the namespace of a class, whose instances do not have it."""
+
+    def __get__(self, instance: Any, owner: Any = None, /) -> Any:
+        if instance is not None:
+            name = self.__func__.__name__
+            raise AttributeError(f"{type(instance).__name__!r} object has no attribute {name!r}")
+        return super().__get__(instance, owner)
+
+
 class AttributeReference(NamedTuple):
     """An attribute of a module, class or instance.
 
@@ -346,8 +356,9 @@ def inherited(owner: Any, name: str) -> Any:
 
 
 def _among(classes: Iterable[type], name: str) -> Any:
+    """Return the value of ``name`` in the first of ``classes`` that has it of its own; or MISSING."""
     found = (current(cls, name) for cls in classes)
-    return next((raw for raw in found if raw is not MISSING), MISSING)
+    return next((raw for raw in found if raw is not MISSING and type(raw) is not OfMetaclass), MISSING)
 
 
 def _module_of(obj: Any) -> Any:

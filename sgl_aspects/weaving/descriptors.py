@@ -26,6 +26,7 @@ from sgl_aspects.weaving.attributes import (
     MISSING,
     PROPERTY_PARTS,
     AttributeReference,
+    OfMetaclass,
     OwnDict,
     bases,
     class_name,
@@ -345,16 +346,6 @@ def _initialise(self: Any, /, *args: Any, **kwargs: Any) -> None:
 # -- rebuilding --------------------------------------------------------------------------------------------
 
 
-class _OfMetaclass(classmethod):  # type: ignore[type-arg]
-    """A metaclass's method in the namespace of a class, whose instances do not have it."""
-
-    def __get__(self, instance: Any, owner: Any = None, /) -> Any:
-        if instance is not None:
-            name = self.__func__.__name__
-            raise AttributeError(f"{type(instance).__name__!r} object has no attribute {name!r}")
-        return super().__get__(instance, owner)
-
-
 def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
     """Return the attribute at ``place`` around the callables ``woven``, by part: "" but for properties."""
     raw, owner = place.raw, place.owner
@@ -373,7 +364,7 @@ def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
         return woven[""]
     if is_a(raw, classmethod):
         return types.MethodType(woven[""], type(owner))
-    return _OfMetaclass(woven[""]) if is_class(owner) else types.MethodType(woven[""], owner)
+    return OfMetaclass(woven[""]) if is_class(owner) else types.MethodType(woven[""], owner)
 
 
 def _kind_of(raw: Any) -> type | None:

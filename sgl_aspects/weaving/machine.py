@@ -396,7 +396,7 @@ class Weaver:
             self._by_object.pop(id(was), None)
             if point.installed or not point.place.inherited:
                 self._by_object[id(point.standing)] = point
-        stale = rebind(pairs)
+        stale = rebind(pairs, self._note_remade)
         for point in changed:
             names = {describe(before[point]), describe(point.inner)} if point.installed else set()
             point.stale[:0] = [one for one in stale if one.target in names]
@@ -409,6 +409,13 @@ class Weaver:
             if not advice.points and advice in self._advices:
                 advice.fail(fault, strict=strict)
         return points
+
+    def _note_remade(self, old: Any, new: Any) -> None:
+        """Note that rebinding has made the attribute of a join point anew, for another function in it."""
+        point = self._by_object.pop(id(old), None)
+        if point is not None and point.standing is old:
+            point.slot.standing = new
+            self._by_object[id(new)] = point
 
     def _refuse(self, point: JoinPoint, error: Exception, refused: dict[Advice, HookError]) -> None:
         """Detach the hooks of a point whose attribute cannot be written, as of a C type."""

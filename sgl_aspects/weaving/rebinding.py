@@ -203,8 +203,11 @@ class Pair(NamedTuple):
     only_bound_to: Any = None
 
 
-def rebind(pairs: Iterable[Pair]) -> list[Stale]:
-    """Replace ``old`` by ``new`` in every referrer; returns the referrers that could not be changed."""
+def rebind(pairs: Iterable[Pair], remade: Callable[[Any, Any], None]) -> list[Stale]:
+    """Replace ``old`` by ``new`` in every referrer; returns the referrers that could not be changed.
+
+    :param remade: called with each method or descriptor around an old object, and the one that replaces it.
+    """
     every = list(pairs)
     wanted = {id(pair.old): pair for pair in every if pair.extra != 0}
     found = _rebind_modules(wanted) if wanted else {}
@@ -212,7 +215,7 @@ def rebind(pairs: Iterable[Pair]) -> list[Stale]:
     stale = []
     if left:
         with unfrozen():
-            stale = _Collected(left).rebind()
+            stale = _Collected(left, remade).rebind()
     weak = "a weak reference, as in a WeakSet"
     return [*stale, *(Stale(describe(pair.old), weak) for pair in every if _stays_weakly_held(pair))]
 
@@ -250,7 +253,8 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
 class _Collected:
     """Step three: referrers found through the garbage collector."""
 
-    def __init__(self, pairs: Iterable[Pair]) -> None:
+    def __init__(self, pairs: Iterable[Pair], remade: Callable[[Any, Any], None]) -> None:
+        self._remade = remade
         self.pairs = {id(pair.old): pair for pair in pairs}
         self.kept: frozenset[Any] = frozenset().union(*(pair.exclude for pair in self.pairs.values()))
         self.stale: list[Stale] = []
@@ -258,7 +262,9 @@ class _Collected:
     def rebind(self) -> list[Stale]:
         """Rebind the referrers of old objects, then those of rebuilt methods and descriptors."""
         anew = self._round()  # a separate call: its lists would be referrers
-        return [*self.stale, *(_Collected(anew).rebind() if anew else ())]
+        for pair in anew:
+            self._remade(pair.old, pair.new)
+        return [*self.stale, *(_Collected(anew, self._remade).rebind() if anew else ())]
 
     def _round(self) -> list[Pair]:
         olds = [pair.old for pair in self.pairs.values()]

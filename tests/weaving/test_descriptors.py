@@ -102,6 +102,44 @@ def test_instances_do_not_have_a_hooked_method_of_the_metaclass(engine: Any) -> 
     assert "of" not in vars(engine.Made)
 
 
+def test_a_hooked_method_of_the_metaclass_outlives_the_hook_on_a_base(engine: Any) -> None:
+    source = """
+    class Meta(type):
+        def of(cls): return cls.__name__
+    class Made(metaclass=Meta): pass
+    class Sub(Made): pass
+    """
+    exec(textwrap.dedent(source), vars(engine))
+    base = aspects.weave(around("engine:Made.of", hooked))
+    with aspects.woven(around("engine:Sub.of", hooked)):
+        base.remove()
+        assert [engine.Made.of(), engine.Sub.of()] == ["Made", ("hooked", "Sub")]
+
+
+@pytest.mark.parametrize("first", ["A.p.fset", "B.p"])
+def test_parts_of_a_property_in_a_base_and_in_a_subclass(engine: Any, first: str) -> None:
+    source = """
+    class A:
+        @property
+        def p(self): return self.x
+        @p.setter
+        def p(self, value): self.x = value
+    class B(A): pass
+    """
+    exec(textwrap.dedent(source), vars(engine))
+    raw, setter = vars(engine.A)["p"], Watch()
+    last = {"A.p.fset": "B.p", "B.p": "A.p.fset"}[first]
+    hooks = {"A.p.fset": setter.on("engine:A.p.fset"), "B.p": around("engine:B.p", hooked)}
+    handles = {name: aspects.weave(hooks[name]) for name in (first, last)}
+    made = engine.B()
+    made.p = 3
+    assert (made.p, len(setter.entered)) == (("hooked", 3), 1)
+    handles["A.p.fset"].remove()
+    handles["B.p"].remove()
+    assert vars(engine.A)["p"] is raw
+    assert "p" not in vars(engine.B)
+
+
 def test_properties_of_enumerations(engine: Any) -> None:
     source = """
     import enum, types
