@@ -691,29 +691,6 @@ def test_shadows_of_one_base_do_not_disturb_each_other() -> None:
         assert [vars(cls).get("m") for cls in (engine.Middle, engine.Lower, engine.Other)] == [None] * 3
 
 
-@pytest.mark.parametrize("first", ["Upper", "Lower"])
-@pytest.mark.parametrize(
-    ("base", "name", "use"),
-    [
-        ("Exception", "__new__", lambda cls: cls(1).args),
-        ("Exception", "__init__", lambda cls: cls(1).args),
-        ("list", "__len__", lambda cls: len(cls())),
-        ("list", "append", lambda cls: cls().append(1)),
-        ("object", "__init__", lambda cls: type(cls()).__name__),
-    ],
-)
-def test_shadows_of_a_method_in_c_are_run_by_those_below(base: str, name: str, use: Any, first: str) -> None:
-    with module_of(f"class Upper({base}): pass\nclass Lower(Upper): pass") as engine:
-        bare, seen = use(engine.Lower), Watch()
-        last = {"Upper": "Lower", "Lower": "Upper"}[first]
-        with (
-            aspects.woven(seen.on(f"engine:{first}.{name}")),
-            aspects.woven(seen.on(f"engine:{last}.{name}")),
-        ):
-            assert use(engine.Lower) == bare
-        assert len(seen.entered) == 2
-
-
 DIAMOND = """
 import functools
 class Base:

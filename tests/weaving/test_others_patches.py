@@ -19,7 +19,7 @@ import wrapt
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType, State
-from tests.support.woven_modules import advice, around, hand_on, hooked, module_of, no_hook_is_left
+from tests.support.woven_modules import Watch, advice, around, hand_on, hooked, module_of, no_hook_is_left
 
 __all__ = ["no_hook_is_left"]
 
@@ -170,6 +170,29 @@ def test_a_hook_on_an_inherited_method_calls_what_the_base_has_now(engine: Any, 
         # Called with an object that is not of the class, as Python allows.
         assert engine.Sub.m(engine.Bare(), 3) == ("hooked", ("m", 3))
     assert "m" not in vars(engine.Sub)
+
+
+@pytest.mark.parametrize("first", ["Upper", "Lower"])
+@pytest.mark.parametrize(
+    ("base", "name", "use"),
+    [
+        ("Exception", "__new__", lambda cls: cls(1).args),
+        ("Exception", "__init__", lambda cls: cls(1).args),
+        ("list", "__len__", lambda cls: len(cls())),
+        ("list", "append", lambda cls: cls().append(1)),
+        ("object", "__init__", lambda cls: type(cls()).__name__),
+    ],
+)
+def test_shadows_of_a_method_in_c_are_run_by_those_below(base: str, name: str, use: Any, first: str) -> None:
+    with module_of(f"class Upper({base}): pass\nclass Lower(Upper): pass") as engine:
+        bare, seen = use(engine.Lower), Watch()
+        last = {"Upper": "Lower", "Lower": "Upper"}[first]
+        with (
+            aspects.woven(seen.on(f"engine:{first}.{name}")),
+            aspects.woven(seen.on(f"engine:{last}.{name}")),
+        ):
+            assert use(engine.Lower) == bare
+        assert len(seen.entered) == 2
 
 
 def test_a_hook_on_a_method_of_one_instance_calls_what_its_class_has_now(engine: Any) -> None:
