@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -109,16 +109,15 @@ class Repeats:
     For engines whose batch is a new object in each step: the compiled step path compares these attributes
     instead of calling ``batch.summary``.
 
-    ``of``: the batch's attribute that has ``ids``, the list of its requests' ids, and ``resumed``, which is
-    empty then; ``count``: the batch's attribute with its number of tokens, then one for each request.
-    ``unless``: a container of the integration's; while it is filled, a batch is read in full.
+    ``of``: the batch's attribute that has ``ids``, the list of the ids of its requests that are not new;
+    ``count``: the batch's attribute with its number of tokens, then one for each request.
+    ``unless``: a dictionary of the integration's; while it is filled, a batch is read in full.
     """
 
     of: str
     ids: str
-    resumed: str
     count: str
-    unless: Sized = ()
+    unless: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

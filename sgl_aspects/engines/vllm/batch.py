@@ -87,12 +87,10 @@ def summary(batch: Any) -> tuple[_Mode, Any] | None:
     return (mode(batch), reqs(batch)) if batch.num_scheduled_tokens else None
 
 
-#: Nearly every step decodes the requests of the one before: as many tokens as requests, none of them new or
-#: scheduled again.
+#: Nearly every step decodes the requests of the one before: as many tokens as requests, none of them new.
 repeats = Repeats(
     of="scheduled_cached_reqs",
     ids="req_ids",
-    resumed="resumed_req_ids",
     count="total_num_scheduled_tokens",
     unless=scheduled.seen,
 )

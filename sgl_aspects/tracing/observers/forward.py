@@ -102,12 +102,13 @@ class ForwardObserver(native.ForwardPath):
         step = self.tracker.running
         if step is None and self.is_joined:
             return self.worker.forward_enter(args, kwargs)
+        self.tracker.has_passes |= step is not None
         if step is None or not step.id or self.step is not None or self.tracker.level < 3:
             return None
         runner = self._runner(args, kwargs)
         if runner is not self.met_runner or step.steps is not self.met_steps:
             self._meet(runner, step)
-        step.child, self.tracker.has_passes = CHILD_FORWARD, True
+        step.child = CHILD_FORWARD
         block = step.block
         step.words[block + FORWARD_START] = monotonic_ns()
         step.words[block + STEP_GRAPH] = self.eager_text

@@ -88,7 +88,7 @@ class StepObserver(native.StepPath):
         repeats = engine.repeats
         self._decoding = None if repeats is None else operator.attrgetter(f"{repeats.of}.{repeats.ids}")
         if repeats is not None:
-            self.repeat_of, self.repeat_ids, self.repeat_resumed = repeats.of, repeats.ids, repeats.resumed
+            self.repeat_of, self.repeat_ids = repeats.of, repeats.ids
             self.repeat_count, self.repeat_unless = repeats.count, repeats.unless
         self.decoding: list[Any] | None = None  # the ids of the latest batch, if it only decodes
         self.summary_source, self.mode_source, self.reqs_source, self.number_source, self.id_source = sources

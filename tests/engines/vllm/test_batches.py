@@ -16,6 +16,7 @@ from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.context import trace_id_of_root
 from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS
 from sgl_aspects.tracing.record import format as layout
@@ -137,6 +138,27 @@ def test_a_batch_that_decodes_the_requests_of_the_one_before_is_recognized_in_c(
     assert in_c == in_python
     assert len(in_c) == sum(bool(message.num_scheduled_tokens) for message in MESSAGES)
     assert [number for number in range(len(MESSAGES)) if number not in asked] == [3, 4]
+
+
+@pytest.mark.parametrize("part", ["", "_"] if native.compiled is not None else ["_"])
+def test_a_step_derives_no_id_where_its_passes_run_in_its_own_process_also_at_level_2(
+    tmp_path: Path, part: str
+) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    recorder.open()
+    recorder.steps.words[layout.WORD_LEVEL] = 2
+    trackers = Trackers.of(VLLM, recorder, DEFAULTS)
+    steps, passes = StepObserver(trackers), ForwardObserver(trackers)
+    enter = getattr(passes, "forward_enter" if part == "" else "_enter")
+    scheduler = SimpleNamespace(waiting=[], running=[], kv_cache_manager=SimpleNamespace(usage=0.5))
+    for message in (batch(cached={"a": (5 + n, 1 + n)}) for n in range(3)):
+        token = getattr(steps, f"{part}run_enter")((None, message), {})
+        assert enter((object(), message), {}) is None
+        steps._run_exit(token, message, None)
+        steps._process_exit(steps._process_enter((scheduler, message, message), {}), None, None)
+    recorder.close()
+    spans = [each for each in read_all(RunReader(str(tmp_path))) if isinstance(each, SpanEnd)]
+    assert [each.span_id >> 63 for each in spans if each.type.name == STEP.name] == [1, 0, 0]
 
 
 def test_prompts_are_known_chunk_by_chunk_though_decodes_are_mixed_in() -> None:

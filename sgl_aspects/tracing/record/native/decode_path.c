@@ -119,7 +119,7 @@ typedef struct {
        and requests. */
     PyObject *summary_source, *mode_source, *reqs_source, *number_source, *id_source;
     /* Attributes of a batch that show that it repeats the one before, which decoded the requests with these ids. */
-    PyObject *repeat_of, *repeat_ids, *repeat_resumed, *repeat_count, *repeat_unless, *decoding;
+    PyObject *repeat_of, *repeat_ids, *repeat_count, *repeat_unless, *decoding;
     Py_ssize_t ran_at, processing_at, processed_at, result_at, size, known;
     unsigned long long read_ns, waiting, running, usage;
     char decodes, measures;
@@ -357,17 +357,18 @@ has_any(PyObject *list)
     return list != NULL && PyList_CheckExact(list) && PyList_GET_SIZE(list) > 0;
 }
 
-/* The tracker if its fields have the types that the functions below need; else NULL. */
+/* The tracker if it is one; else NULL. */
 static inline Tracker *
 tracker_in(PyObject *object)
 {
-    Tracker *tracker = (Tracker *)object;
-    if (is_none(object) || !is_a(object, &tracker_kind) || is_none(tracker->steps)
-        || !is_a(tracker->steps, &blocks_kind) || ((Blocks *)tracker->steps)->words == NULL
-        || is_none(tracker->in_flight) || is_none(tracker->spare) || !PyList_CheckExact(tracker->in_flight)
-        || !PyList_CheckExact(tracker->spare))
-        return NULL;
-    return tracker;
+    return is_none(object) || !is_a(object, &tracker_kind) ? NULL : (Tracker *)object;
+}
+
+/* Whether it is a list: one is looked at only where it is used, for it is memory of its own. */
+static inline int
+is_list(PyObject *object)
+{
+    return object != NULL && PyList_CheckExact(object);
 }
 
 /* -- events of a device ----------------------------------------------------------------------------------- */
@@ -439,14 +440,6 @@ StepPath_schedule_exit(PyObject *object, PyObject *const *args, Py_ssize_t count
     Py_RETURN_NONE;
 }
 
-/* Whether a container is known to be empty. */
-static inline int
-is_empty(PyObject *container)
-{
-    Py_ssize_t size = container == NULL ? -1 : PyObject_Size(container);
-    return size == 0;
-}
-
 /* Whether two lists have the same texts: mostly the same objects. */
 static int
 has_same_texts(PyObject *list, PyObject *before)
@@ -462,12 +455,13 @@ has_same_texts(PyObject *list, PyObject *before)
     return 1;
 }
 
-/* Whether a new batch decodes one token of each request of the one before, and nothing else. */
+/* Whether a new batch decodes one token of each request of the one before, and nothing else. Requests that gave way
+   have left: none of them was in the batch before. */
 static int
 decodes_again(StepPath *self, PyObject *batch)
 {
-    if (is_none(self->decoding) || !PyList_CheckExact(self->decoding) || PyList_GET_SIZE(self->decoding) != self->size
-        || !self->size || !is_empty(self->repeat_unless))
+    if (!is_list(self->decoding) || PyList_GET_SIZE(self->decoding) != self->size || !self->size
+        || is_none(self->repeat_unless) || !PyDict_CheckExact(self->repeat_unless) || PyDict_GET_SIZE(self->repeat_unless))
         return 0;
     PyObject *count = PyObject_GetAttr(batch, self->repeat_count);
     int is_same = count != NULL && PyLong_CheckExact(count) && PyLong_AsSsize_t(count) == self->size;
@@ -478,11 +472,6 @@ decodes_again(StepPath *self, PyObject *batch)
     PyObject *ids = PyObject_GetAttr(of, self->repeat_ids);
     is_same = ids != NULL && PyList_CheckExact(ids) && has_same_texts(ids, self->decoding);
     Py_XDECREF(ids);
-    if (is_same) {
-        PyObject *resumed = PyObject_GetAttr(of, self->repeat_resumed);
-        is_same = is_empty(resumed);
-        Py_XDECREF(resumed);
-    }
     Py_DECREF(of);
     return is_same;
 }
@@ -527,7 +516,11 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
         || !PySet_CheckExact(self->preempted) || PySet_GET_SIZE(self->preempted) || has_any(tracker->details))
         goto slow;
     PyObject *batch = args[self->ran_at];
+    if (is_none(tracker->steps) || !is_a(tracker->steps, &blocks_kind))
+        goto slow;
     uint64_t *words = ((Blocks *)tracker->steps)->words;
+    if (words == NULL)
+        goto slow;
     uint64_t level = words[WORD_LEVEL];
     if (batch == Py_None || level != tracker->level)
         goto slow;
@@ -559,9 +552,9 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
             Py_RETURN_NONE;
         }
     }
-    Py_ssize_t spare = PyList_GET_SIZE(tracker->spare);
-    if (!spare)
+    if (!has_any(tracker->spare))
         goto slow;
+    Py_ssize_t spare = PyList_GET_SIZE(tracker->spare);
     Step *step = (Step *)PyList_GET_ITEM(tracker->spare, spare - 1);
     if (!is_step((PyObject *)step) || step->steps != tracker->steps)
         goto slow;
@@ -597,7 +590,7 @@ StepPath_run_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     if (count == 3 && args[0] == Py_None)
         Py_RETURN_NONE;
     Tracker *tracker = tracker_in(self->tracker);
-    if (count != 3 || tracker == NULL || !is_step(args[0]) || args[2] != Py_None
+    if (count != 3 || tracker == NULL || !is_step(args[0]) || args[2] != Py_None || !is_list(tracker->in_flight)
         || PyList_GET_SIZE(tracker->in_flight) >= (Py_ssize_t)MOST_IN_FLIGHT)
         goto slow;
     Step *step = (Step *)args[0];
@@ -631,7 +624,7 @@ process_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     StepPath *self = (StepPath *)object;
     uint64_t now = now_ns();
     Tracker *tracker = tracker_in(self->tracker);
-    if (tracker == NULL)
+    if (tracker == NULL || !is_list(tracker->in_flight))
         return OTHER_CASE;
     Py_ssize_t at = 0, in_flight = PyList_GET_SIZE(tracker->in_flight);
     if (!in_flight)
@@ -724,14 +717,14 @@ StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     Tracker *tracker = tracker_in(self->tracker);
     Slots *slots = (Slots *)self->slots;
     if (count != 3 || tracker == NULL || !is_step(args[0]) || args[2] != Py_None || tracker->finishing
-        || is_none(tracker->late) || !PyList_CheckExact(tracker->late) || now - self->read_ns >= READING_NS || is_none(self->slots)
+        || now - self->read_ns >= READING_NS || is_none(self->slots)
         || is_none(self->requests) || !PyDict_CheckExact(self->requests) || PyDict_GET_SIZE(self->requests) != self->known
         || !is_a(self->slots, &slots_kind) || slots->address == NULL || slots->number > slots->last)
         goto slow;
     Step *step = (Step *)args[0];
     uint64_t *words = words_of(step);
-    if (words == NULL || !step->is_recorded || !is_none(step->prefill)
-        || is_none(tracker->spare_events) || !PyList_CheckExact(tracker->spare_events))
+    if (words == NULL || !step->is_recorded || !is_none(step->prefill) || !is_list(tracker->spare)
+        || (!is_none(step->events) && (!is_list(tracker->late) || !is_list(tracker->spare_events))))
         goto slow;
     words[STEP_WAITING] = self->waiting;
     words[STEP_RUNNING] = self->running;
@@ -754,7 +747,7 @@ slow:
 static PyMemberDef StepPath_members[] = {
     OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, requests), OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
     OBJECT(StepPath, summary_source), OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source), OBJECT(StepPath, id_source),
-    OBJECT(StepPath, repeat_of), OBJECT(StepPath, repeat_ids), OBJECT(StepPath, repeat_resumed), OBJECT(StepPath, repeat_count), OBJECT(StepPath, repeat_unless), OBJECT(StepPath, decoding),
+    OBJECT(StepPath, repeat_of), OBJECT(StepPath, repeat_ids), OBJECT(StepPath, repeat_count), OBJECT(StepPath, repeat_unless), OBJECT(StepPath, decoding),
     SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
     SIZE(StepPath, result_at), SIZE(StepPath, size), SIZE(StepPath, known), NUMBER(StepPath, read_ns), NUMBER(StepPath, waiting),
     NUMBER(StepPath, running), NUMBER(StepPath, usage), FLAG(StepPath, decodes), FLAG(StepPath, measures), END};
@@ -764,7 +757,7 @@ static PyMethodDef StepPath_methods[] = {
     FAST(StepPath, schedule_enter), FAST(StepPath, schedule_exit), FAST(StepPath, run_enter),
     FAST(StepPath, run_exit), FAST(StepPath, process_enter), FAST(StepPath, process_exit),
     {NULL, NULL, 0, NULL}};
-COLLECTED(StepPath, tracker, 18)
+COLLECTED(StepPath, tracker, 17)
 
 /* -- its forward pass -------------------------------------------------------------------------------------- */
 
@@ -803,6 +796,7 @@ forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     Step *step = (Step *)tracker->running;
     if (is_none((PyObject *)step) && self->is_joined)
         return OTHER_CASE; /* the step may run in another process */
+    tracker->has_passes |= !is_none((PyObject *)step);
     if (is_none((PyObject *)step) || !step->id || !is_none(self->step) || tracker->level < 3)
         Py_RETURN_NONE;
     if (!is_step((PyObject *)step) || count <= self->runner_at || args[self->runner_at] != self->met_runner
@@ -818,7 +812,6 @@ forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     self->replays += (unsigned)is_expected;
     Py_INCREF(step);
     step->child = CHILD_FORWARD;
-    tracker->has_passes = 1;
     words[FORWARD_START] = now_ns();
     words[STEP_GRAPH] = self->eager_text;
     words[STEP_DEVICE_NAME] = self->device_text;

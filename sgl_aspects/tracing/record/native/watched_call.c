@@ -115,7 +115,11 @@ call_watched(PyObject *function, PyObject *const *args, size_t nargsf, PyObject 
     self->calls++;
     PyObject *result = NULL, *token = begin(self, args, PyVectorcall_NARGS(nargsf), names);
     if (token != NULL) {
-        result = PyObject_Vectorcall(self->chain, args, nargsf, names);
+        /* Nearly always a function: what PyObject_Vectorcall() looks up of its type is evicted. */
+        vectorcallfunc call = PyObject_Vectorcall;
+        if (PyFunction_Check(self->chain) && ((PyFunctionObject *)self->chain)->vectorcall != NULL)
+            call = ((PyFunctionObject *)self->chain)->vectorcall;
+        result = call(self->chain, args, nargsf, names);
         if (result == NULL)
             end_raising(self, token);
         else if (!end(self, token, result, Py_None))
