@@ -18,6 +18,7 @@ from pathlib import Path
 
 import sgl_aspects
 from sgl_aspects.attach.process_tree import Process, read_process
+from sgl_aspects.attach.rights import explained
 from sgl_aspects.errors import AttachError
 
 _LEFT_OUT = ("platforms", "runtime", "cli", "conformance", "view", "__pycache__")
@@ -58,7 +59,10 @@ def interpreter_of(process: Process) -> str:
     Raises ``AttachError`` for one that is another user's by now, or another file: it would be run with this
     user's rights.
     """
-    executable = os.readlink(f"/proc/{process.id}/exe")
+    try:
+        executable = os.readlink(f"/proc/{process.id}/exe")
+    except PermissionError as error:
+        raise explained(process.id, error) from error
     user, now = os.stat(f"/proc/{process.id}").st_uid, read_process(process.id)
     if now is None or now.started != process.started:
         raise AttachError(f"process {process.id} has ended")

@@ -84,6 +84,17 @@ def test_another_users_process_and_one_that_is_being_debugged(tmp_path: Path) ->
             assert f"traced by process {os.getpid()}" in _attach(program.id, "--force")
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_a_process_with_more_capabilities(tmp_path: Path) -> None:
+    with running(tmp_path) as program:
+        less = ["setpriv", "--bounding-set", "-sys_ptrace", "--inh-caps", "-sys_ptrace"]
+        words = [*less, sys.executable, "-m", "sgl_aspects", "attach", str(program.id), "--force"]
+        said = subprocess.run(words, capture_output=True, text=True, timeout=60).stderr
+    assert f"process {program.id}: " in said
+    assert "docker run --cap-add SYS_PTRACE" in said
+    assert "sgl-aspects run --dormant" in said
+
+
 def test_a_process_that_is_not_python() -> None:
     with subprocess.Popen(["sleep", "100"]) as process:
         try:
