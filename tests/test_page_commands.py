@@ -132,6 +132,8 @@ LEFT = {
     "sgl-aspects run --level 3 --file spans.jsonl -- python -m sglang": REAL_SGLANG,
     "$ sgl-aspects attach 4242": REAL_SGLANG,
     "sgl-aspects run --dormant": REAL_SGLANG,
+    "ASPECTS_TRACE=3": REAL_SGLANG,
+    "export SGL_ASPECTS_TRACE=3": "needs vLLM (make test-vllm drives it)",
     "python3 -m venv phoenix-venv": REAL_SGLANG,
     "make sglang-env": REAL_SGLANG,
     "sgl-aspects doctor --platform acme": REAL_SGLANG,
@@ -181,7 +183,9 @@ def test_of_each_block_of_commands_it_is_known_whether_it_runs() -> None:
         for each in blocks(page):
             is_guide = page.name in GUIDES and each.language == "bash"
             has_commands = each.language in ("", "bash") and re.search(
-                r"^(\$ )?(sgl-aspects|python|pip|make|git|helm|SGL_ASPECTS_\w+=)", each.text, re.MULTILINE
+                r"^(\$ )?(sgl-aspects|python|pip|make|git|helm|vllm|(export )?(SGL_)?ASPECTS_\w+=)",
+                each.text,
+                re.MULTILINE,
             )
             if has_commands and not is_guide:
                 matching = [begins for begins in known if each.text.startswith(begins)]
