@@ -6,7 +6,6 @@ import importlib
 import pickle
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +61,13 @@ class Communicator:
         """Return rank ``source``'s values on each rank; the others pass None."""
         if self.world_size == 1:
             return dict(values or {})
-        found = self.gather_objects(
-            _described(values) if self.rank == source and values is not None else None
-        )
-        described = found[source]
+        mine = values if self.rank == source else None
+        described = self.gather_objects(None if mine is None else _described(mine))[source]
         if described is None:
             raise ConfigError(f"broadcast_tensor_dict: rank {source} gave no values")
         return {
-            name: self.broadcast(self._place(kept, values, name), source)
-            if isinstance(kept, _Tensor)
-            else kept
-            for name, kept in described.items()
+            name: self.broadcast(self._held(value), source) if isinstance(value, torch.Tensor) else value
+            for name, value in (mine or described).items()
         }
 
     def send_tensor_dict(self, values: dict[str, Any], to: int) -> None:
@@ -89,19 +84,17 @@ class Communicator:
         size = int(self.recv((1,), torch.int64, source))
         described = pickle.loads(self.recv((size,), torch.uint8, source).cpu().numpy().tobytes())
         return {
-            name: self.recv(kept.shape, kept.dtype, source) if isinstance(kept, _Tensor) else kept
-            for name, kept in described.items()
+            name: self.recv(value.shape, value.dtype, source) if isinstance(value, torch.Tensor) else value
+            for name, value in described.items()
         }
 
     @property
     def _device(self) -> torch.device:
         return current_platform.get_group_coordinator_device(self.rank)
 
-    def _place(self, kept: _Tensor, values: dict[str, Any] | None, name: str) -> torch.Tensor:
-        if values is not None:
-            given: torch.Tensor = values[name]
-            return given.contiguous()
-        return torch.empty(kept.shape, dtype=kept.dtype, device=self._device)
+    def _held(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, or memory for the one that it describes."""
+        return torch.empty(x.shape, dtype=x.dtype, device=self._device) if x.is_meta else x.contiguous()
 
     def close(self) -> None:
         """Leave the group."""
@@ -196,17 +189,10 @@ class FlagCXCommunicator(TorchCommunicator):
         return "flagcx"
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """The description of a tensor that a rank needs before it arrives."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _described(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace tensors by their shapes and types, which a rank needs before they arrive."""
     return {
-        name: _Tensor(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+        name: torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
         for name, value in values.items()
     }
 
