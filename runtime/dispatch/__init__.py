@@ -17,9 +17,9 @@ The modules, in the order to read them:
     registry                 all operators and implementations
     policy, selection        the user's preferences; the implementation for given tensors
     call_site, manager       the target of an operator's calls; all call sites, kept up to date
-    process                  the one manager of this process
+    process                  the one manager of this process, and its control by `sgl-aspects ops`
     backends                 the sources of implementations: flaggems, triton/, vendors/
-    configuration, live      variables and files; control of live processes by `sgl-aspects ops`
+    configuration            variables and files
 """
 
 from sgl_aspects.runtime.dispatch import operators

@@ -12,9 +12,9 @@ imports the library at its first call.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -54,8 +54,8 @@ def _backends() -> Iterator[tuple[str, Callable[[], Callable[[OpRegistry], None]
     yield "the default backend, FlagGems", lambda: flaggems.register
     yield "the Triton kernels", lambda: triton.register
     for folder in _folders(_VENDORS):
-        name = f"sgl_aspects.runtime.dispatch.vendors.{folder.name}"
-        yield f"vendor {folder.name!r}", partial(_load_package, name)
+        name = f"sgl_aspects.runtime.dispatch.vendors.{folder.name}:register"
+        yield f"vendor {folder.name!r}", partial(pkgutil.resolve_name, name)
     for parent in filter(None, (env.text(PATH_VARIABLE) or "").split(os.pathsep)):
         if not Path(parent).is_dir():
             raise ConfigError(
@@ -71,10 +71,6 @@ def _backends() -> Iterator[tuple[str, Callable[[], Callable[[OpRegistry], None]
 def _folders(parent: Path) -> list[Path]:
     found = [path.parent for path in sorted(parent.glob("*/__init__.py"))]
     return [path for path in found if not path.name.startswith((".", "_"))]
-
-
-def _load_package(name: str) -> Any:
-    return importlib.import_module(name).register
 
 
 def _load_folder(folder: Path) -> Any:

@@ -53,7 +53,7 @@ class CallSite:
         if self.manager.is_scoped:
             return
         try:
-            if not self.select(ANY).depends_on_tensors:
+            if not self.manager.select(self.op_name).depends_on_tensors:
                 self._resolve(*ANY)
                 return
             for key in _usual_keys():
@@ -67,9 +67,6 @@ class CallSite:
         tensor = args[index] if len(args) > index else kwargs.get(self.spec.keyed_by)
         return getattr(tensor, "dtype", None), getattr(tensor, "device", None)
 
-    def select(self, key: Key) -> Selection:
-        return self.manager.select(self.op_name, *key)
-
     def resolve_and_call(self, *args: Any, **kwargs: Any) -> Any:
         return self._resolve(*self.key(args, kwargs))(*args, **kwargs)
 
@@ -81,7 +78,7 @@ class CallSite:
         call = calls.get(policy, {}).get(key)
         if call is not None:
             return call
-        selection = self.select((dtype, device))
+        selection = manager.select(self.op_name, dtype, device)
         manager.log_selection(self, (dtype, device), selection.impl)
         call = self.spec.callable_of(selection.impl)
         calls.setdefault(policy, {})[key] = call
@@ -115,7 +112,7 @@ class CallSite:
         half would run twice.
         """
         key = self.key(args, kwargs)
-        selection = self.select(key)
+        selection = self.manager.select(self.op_name, *key)
         impl = _who_ran(error, selection)
         others = [each for each in (selection.impl, *selection.others) if each is not impl]
         if (

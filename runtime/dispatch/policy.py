@@ -134,10 +134,6 @@ def _flag(value: Value) -> bool:
     raise ConfigError(f"{value.where}: {value.value!r}: choose true or false")
 
 
-def _token(value: Value) -> Token:
-    return Token.parse(value.value, value.where)
-
-
 def _orders(value: Value) -> tuple[tuple[str, tuple[Token, ...]], ...]:
     orders: dict[str, tuple[Token, ...]] = {}
     for op_name, tokens in _pairs(value).items():
@@ -169,7 +165,7 @@ def _pairs(value: Value) -> dict[str, Any]:
 
 #: The reader of each key of a policy. The registry checks the names in it.
 READERS: dict[str, Callable[[Value], Any]] = {
-    "prefer": _token,
+    "prefer": lambda value: Token.parse(value.value, value.where),
     "per_op_order": _orders,
     "strict": _flag,
     "deny_vendors": read_names,

@@ -132,27 +132,21 @@ class OpRegistry:
         """
         if key in ("op_whitelist", "op_blacklist"):
             for name in sorted(value or ()):
-                self._check_operator(name, where)
+                check_choice(where, "operator", name, self.op_names())
         elif key in ("deny_vendors", "allow_vendors"):
             for name in sorted(value or ()):
-                self._check_vendor(name, where)
+                check_choice(where, "vendor", name, sorted(self.vendors()))
         elif key == "prefer":
             self._check_token(value, where, None)
         elif key == "per_op_order":
             for op_name, tokens in value:
-                self._check_operator(op_name, where)
+                check_choice(where, "operator", op_name, self.op_names())
                 for token in tokens:
                     self._check_token(token, f"{where}: {op_name}", op_name)
 
-    def _check_operator(self, name: str, where: str) -> None:
-        check_choice(where, "operator", name, self.op_names())
-
-    def _check_vendor(self, name: str, where: str) -> None:
-        check_choice(where, "vendor", name, sorted(self.vendors()))
-
     def _check_token(self, token: Token, where: str, op_name: str | None) -> None:
         if token.vendor is not None:
-            self._check_vendor(token.vendor, where)
+            check_choice(where, "vendor", token.vendor, sorted(self.vendors()))
         if token.impl_id is not None:
             impls = self.all_impls() if op_name is None else self.impls(op_name)
             check_choice(where, "implementation", token.impl_id, sorted(impl.impl_id for impl in impls))

@@ -96,9 +96,9 @@ def choose(
 def _mismatch(impl: OpImpl, dtype: torch.dtype | None, device: torch.device | None) -> str | None:
     """Return why it does not support such tensors. Unknown tensors are assumed to fit."""
     if device is not None and impl.device_types is not None and device.type not in impl.device_types:
-        return f"runs on {_listed(impl.device_types)}, not on {device.type}"
+        return f"runs on {', '.join(sorted(impl.device_types))}, not on {device.type}"
     if dtype is not None and impl.supported_dtypes is not None and dtype not in impl.supported_dtypes:
-        return f"supports {_listed(map(str, impl.supported_dtypes))}, not {dtype}"
+        return f"supports {', '.join(sorted(map(str, impl.supported_dtypes)))}, not {dtype}"
     if device is not None and impl.min_arch is not None:
         wanted = ".".join(map(str, impl.min_arch))
         found = current_platform.get_device_capability(device.index or 0)
@@ -107,7 +107,3 @@ def _mismatch(impl: OpImpl, dtype: torch.dtype | None, device: torch.device | No
         if (found.major, found.minor) < impl.min_arch:
             return f"needs compute capability {wanted}, and this device has {found.as_version_str()}"
     return None
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))

@@ -39,10 +39,6 @@ KIND_TOKENS: dict[str, ImplKind] = {
 }
 
 
-def _always() -> bool:
-    return True
-
-
 def needs(package: str, distribution: str = "") -> Callable[[], bool | str]:
     """Return an ``is_available`` that imports the package if it is installed.
 
@@ -92,7 +88,7 @@ class OpImpl:
     #: Types of torch devices that it runs on, ("cuda",).
     device_types: frozenset[str] | None = None
     #: Whether it can run in this process, called once: True, or False or a reason why not.
-    is_available: Callable[[], bool | str] = _always
+    is_available: Callable[[], bool | str] = lambda: True
     #: Arguments that it writes to, beyond those in the operator's declaration.
     mutates: tuple[str, ...] = ()
     #: Packs a loaded weight for :attr:`fn`'s argument ``packed``; None: not this weight.

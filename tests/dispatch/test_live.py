@@ -13,7 +13,7 @@ from sgl_aspects.conformance.operators import difference
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run.requests import prepare_from_environment
 from sgl_aspects.runtime import Engine, SamplingParams, dispatch
-from sgl_aspects.runtime.dispatch import OpManager, live
+from sgl_aspects.runtime.dispatch import OpManager, process
 from tests.support.tiny_models import make_llama
 
 
@@ -67,7 +67,7 @@ def test_a_live_policy_is_changed_key_by_key_and_back_again() -> None:
     manager = dispatch.get_manager()
 
     def after(**said: str) -> str:
-        live.apply({"set": said}, manager)
+        process.apply({"set": said}, manager)
         return manager.policy.describe()
 
     assert (
@@ -93,9 +93,9 @@ def test_a_live_policy_is_changed_key_by_key_and_back_again() -> None:
 def test_broken_requests_are_refused() -> None:
     manager: OpManager = dispatch.get_manager()
     with pytest.raises(ConfigError, match="--set: unknown key 'preffer'"):
-        live.apply({"set": {"preffer": "vendor"}}, manager)
+        process.apply({"set": {"preffer": "vendor"}}, manager)
     with pytest.raises(ConfigError, match="--set log: it is read at start only; choose from prefer"):
-        live.apply({"set": {"log": "x"}}, manager)
+        process.apply({"set": {"log": "x"}}, manager)
 
 
 @pytest.mark.parametrize(
