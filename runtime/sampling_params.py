@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard
 
 from sgl_aspects.errors import InvalidRequestError
-from sgl_aspects.runtime.checks import is_integer, is_number, is_seed
+from sgl_aspects.runtime.checks import check_integer, is_integer, is_number, is_seed
 
 MAX_CHOICES = 128
 MAX_PRIORITY = 1000
@@ -101,8 +101,8 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         if self.max_new_tokens is not None:
-            self._check_integer("max_new_tokens", 1)
-        self._check_integer("min_new_tokens", 0)
+            check_integer(InvalidRequestError, self, "max_new_tokens", 1)
+        check_integer(InvalidRequestError, self, "min_new_tokens", 0)
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             _refuse("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens={self.max_new_tokens}")
         if not is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
@@ -118,15 +118,9 @@ class SamplingParams:
         if self.seed is not None and not is_seed(self.seed):
             _refuse("seed", self.seed, "a whole number of 64 bits, or None")
         if self.logprobs is not None:
-            self._check_integer("logprobs", 0, MAX_TOP_LOGPROBS)
-        self._check_integer("n", 1, MAX_CHOICES)
-        self._check_integer("priority", -MAX_PRIORITY, MAX_PRIORITY)
-
-    def _check_integer(self, name: str, lowest: int, highest: int | None = None) -> None:
-        value = getattr(self, name)
-        if not is_integer(value) or value < lowest or (highest is not None and value > highest):
-            limits = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
-            _refuse(name, value, f"a whole number {limits}")
+            check_integer(InvalidRequestError, self, "logprobs", 0, MAX_TOP_LOGPROBS)
+        check_integer(InvalidRequestError, self, "n", 1, MAX_CHOICES)
+        check_integer(InvalidRequestError, self, "priority", -MAX_PRIORITY, MAX_PRIORITY)
 
     def _check_lists(self) -> None:
         stops: object = (self.stop,) if isinstance(self.stop, str) else self.stop

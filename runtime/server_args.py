@@ -12,7 +12,7 @@ from typing import Any
 from sgl_aspects.errors import ConfigError, PlatformTypeError
 from sgl_aspects.platforms import current_platform
 from sgl_aspects.platforms.answers import answer_of, name_of
-from sgl_aspects.runtime.checks import is_integer, is_number, is_seed
+from sgl_aspects.runtime.checks import check_integer, is_number, is_seed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -93,12 +93,11 @@ class ServerArgs:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
         for name in ("page_size", "max_running_requests", "chunked_prefill_size", "tp_size"):
-            _check_count(name, getattr(self, name))
+            check_integer(ConfigError, self, name, 1)
         for name in ("context_length", "max_total_tokens", "max_queued_requests"):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
-        if not is_integer(self.decode_reserve) or self.decode_reserve < 0:
-            raise ConfigError(f"decode_reserve={self.decode_reserve!r}: write a whole number of at least 0")
+                check_integer(ConfigError, self, name, 1)
+        check_integer(ConfigError, self, "decode_reserve", 0)
         for name in ("prefix_cache", "disable_graphs", "disable_overlap", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: write True or False")
@@ -150,8 +149,3 @@ def with_platform_defaults(given: ServerArgs) -> ServerArgs:
 
 def _names(cls: type[ServerArgs]) -> list[str]:
     return [each.name for each in fields(cls) if each.init]
-
-
-def _check_count(name: str, value: object) -> None:
-    if not is_integer(value) or value < 1:
-        raise ConfigError(f"{name}={value!r}: write a whole number of at least 1")

@@ -49,6 +49,8 @@ def api_error(error: BaseException) -> ApiError:
     """Return the answer to a call that ended with ``error``."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestValidationError):
+        return _error_of_body(error)
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error))
     if isinstance(error, QueueFullError):
@@ -88,9 +90,9 @@ def _is_field(part: int | str) -> bool:
     return isinstance(part, int) or (part.isidentifier() and part.islower() and part not in ("str", "int"))
 
 
-def _shortened(text: str, length: int = 100) -> str:
+def _shortened(text: str) -> str:
     text = text.encode("utf-8", "replace").decode()
-    return text if len(text) <= length else f"{text[:length]}..."
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 # -- handlers of the application -------------------------------------------------------------------------
@@ -105,10 +107,6 @@ async def _answer(request: Request, error: Any) -> Response:
     return api_error(error).response()
 
 
-async def _answer_bad_body(request: Request, error: Any) -> Response:
-    return _error_of_body(error).response()
-
-
 async def _answer_unrouted(request: Request, error: Any) -> Response:
     """Answer an unknown path or method."""
     message = f"{error.detail}: {request.method} {_shortened(request.url.path)}"
@@ -120,7 +118,7 @@ async def _answer_unrouted(request: Request, error: Any) -> Response:
 HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Any]] = {
     ApiError: _answer,
     EngineError: _answer,
-    RequestValidationError: _answer_bad_body,
+    RequestValidationError: _answer,
     ClientDisconnect: _answer_nobody,
     RoutingError: _answer_unrouted,
     Exception: _answer,

@@ -19,8 +19,7 @@ from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.server import protocol
 from sgl_aspects.runtime.server.api_errors import HANDLERS, ApiError, no_such_model
 from sgl_aspects.runtime.server.calls import Calls
-from sgl_aspects.runtime.server.chat import ChatEndpoint
-from sgl_aspects.runtime.server.completions import CompletionEndpoint
+from sgl_aspects.runtime.server.endpoints import ChatEndpoint, CompletionEndpoint
 from sgl_aspects.runtime.server.gate import OPEN_PATHS, Gate, LimitedRoute
 from sgl_aspects.runtime.server.metrics import MeasureResponses, ServerMetrics
 from sgl_aspects.runtime.server.settings import ServerSettings

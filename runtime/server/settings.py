@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass, field
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.runtime.checks import is_integer, is_number
+from sgl_aspects.runtime.checks import check_integer, is_integer, is_number
 
 
 @dataclass
@@ -39,9 +39,7 @@ class ServerSettings:
         if self.api_key is not None and (not isinstance(self.api_key, str) or not self.api_key.strip()):
             raise ConfigError("api_key is empty: write a secret text, or leave it out")
         for name in ("max_body_bytes", "max_concurrent_requests"):
-            value = getattr(self, name)
-            if not is_integer(value) or value < 1:
-                raise ConfigError(f"{name}={value!r}: write a whole number of at least 1")
+            check_integer(ConfigError, self, name, 1)
         for name in ("body_timeout", "shutdown_timeout"):
             value = getattr(self, name)
             if not is_number(value) or not 0 < value < float("inf"):

@@ -310,7 +310,7 @@ def test_hooks_are_there_before_the_server_is_imported(model: Path, tmp_path: Pa
     )
     config = tmp_path / "aspects.toml"
     config.write_text(
-        '[[hook]]\ntarget = "sgl_aspects.runtime.server.completions:CompletionEndpoint.prompts"\n'
+        '[[hook]]\ntarget = "sgl_aspects.runtime.server.endpoints:CompletionEndpoint.prompts"\n'
         'type = "after"\nhook = "shouting:prompts"\n'
     )
     environment = {
