@@ -22,8 +22,7 @@ from sgl_aspects.platforms import (
     PlatformCapabilities,
     SRTPlatform,
 )
-from sgl_aspects.runtime.attention.base import AttentionBackend
-from sgl_aspects.runtime.attention.layer import Attention
+from sgl_aspects.runtime.attention.base import Attention, AttentionBackend
 from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.core import ForwardBatch
 from sgl_aspects.runtime.execution.graph_runner import GraphRunner

@@ -246,12 +246,8 @@ class ForwardBatch:
         positions: list[int] = []
         for req, count in zip(batch.reqs, batch.num_new_tokens):
             start = req.computed_tokens
-            if count == 1 and req.output_ids and start + 1 == req.total_tokens:
-                input_ids.append(req.output_ids[-1])
-                positions.append(start)
-            else:
-                input_ids.extend(req.tokens_between(start, start + count))
-                positions.extend(range(start, start + count))
+            input_ids += req.tokens_between(start, start + count)
+            positions += range(start, start + count)
         return cls(
             forward_mode=batch.forward_mode,
             input_ids=torch.tensor(input_ids, device=device),

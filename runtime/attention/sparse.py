@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.attention.base import IndexerInputs
-    from sgl_aspects.runtime.attention.layer import Attention
+    from sgl_aspects.runtime.attention.base import Attention, IndexerInputs
     from sgl_aspects.runtime.core import ForwardBatch
     from sgl_aspects.runtime.kv_cache import ReqToTokenPool
 

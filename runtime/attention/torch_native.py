@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from sgl_aspects.runtime.attention.base import AttentionBackend, IndexerInputs
+from sgl_aspects.runtime.attention.base import Attention, AttentionBackend, IndexerInputs
 from sgl_aspects.runtime.attention.sparse import sparse_attention
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.attention.layer import Attention
     from sgl_aspects.runtime.core import ForwardBatch
 
 
@@ -153,7 +152,8 @@ class TorchNativeBackend(AttentionBackend):
         """
         pool = self.token_to_kv_pool
         if not hasattr(pool, "get_page_buffer"):
-            slots = self._slots(pages).view(requests, -1)
+            size = self.req_to_token_pool.page_size
+            slots = (pages.unsqueeze(1) * size + torch.arange(size, device=pages.device)).view(requests, -1)
             buffers = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
             keys, values = (buffer[slots].transpose(1, 2) for buffer in buffers)
             return keys, values
@@ -162,10 +162,6 @@ class TorchNativeBackend(AttentionBackend):
         torch.index_select(source, 0, pages, out=buffer)
         keys, values = pool.split_pages(buffer, requests)
         return keys.transpose(1, 2), values.transpose(1, 2)
-
-    def _slots(self, pages: Tensor) -> Tensor:
-        size = self.req_to_token_pool.page_size
-        return (pages.unsqueeze(1) * size + torch.arange(size, device=pages.device)).flatten()
 
     _scratch: Tensor | None = None
 

@@ -24,7 +24,7 @@ from sgl_aspects.runtime.attention.triton_decode import decode_splits, join_spli
 from sgl_aspects.runtime.dispatch.triton import overlapping
 
 if TYPE_CHECKING:
-    from sgl_aspects.runtime.attention.layer import Attention
+    from sgl_aspects.runtime.attention.base import Attention
     from sgl_aspects.runtime.core import ForwardBatch
 
 #: This number of programs, each with few tokens, keeps a device of about 130 multiprocessors reading.
@@ -97,14 +97,7 @@ class TritonBackend(TorchNativeBackend):
             parts,
             weights,
             layer.scaling,
-            new_keys.stride(0),
-            new_keys.stride(1),
-            new_others.stride(0),
-            new_others.stride(1),
-            keys.stride(0),
-            keys.stride(1),
-            others.stride(0),
-            others.stride(1),
+            *(size for each in (new_keys, new_others, keys, others) for size in each.stride()[:2]),
             table.stride(0),
             GROUP=group,
             HEAD_BLOCKS=head_blocks,

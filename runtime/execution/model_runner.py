@@ -20,20 +20,17 @@ from sgl_aspects.runtime.core import Batch, ForwardBatch, ForwardMode, SampledTo
 from sgl_aspects.runtime.dispatch import get_manager
 from sgl_aspects.runtime.kv_cache import KVCache, ReqToTokenPool, token_bytes
 from sgl_aspects.runtime.kv_cache.checks import make_allocator, make_pool
-from sgl_aspects.runtime.loader.architectures import model_class
 from sgl_aspects.runtime.loader.checkpoint import Checkpoint, open_checkpoint
-from sgl_aspects.runtime.loader.model_config import ModelConfig
+from sgl_aspects.runtime.loader.model_config import ModelConfig, model_class
 from sgl_aspects.runtime.messages import RankLinks, TokenLogprobs
 from sgl_aspects.runtime.ops import Operator
 from sgl_aspects.runtime.ops.quantization import quantization_config, quantize
 from sgl_aspects.runtime.sampling.logit_adjuster import LogitAdjuster
-from sgl_aspects.runtime.sampling.logprobs import token_logprobs
-from sgl_aspects.runtime.sampling.sampler import Sampler
+from sgl_aspects.runtime.sampling.sampler import Sampler, token_logprobs
 from sgl_aspects.runtime.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: The methods that the engine calls on a platform's classes.
 _POOL = ("set_kv_buffer", "get_key_buffer", "get_value_buffer")
 _ALLOCATOR = ("available_size", "alloc", "free")
@@ -56,8 +53,12 @@ class ModelRunner:
         self.communicator = make_communicator(ranks.rank, ranks.world_size, ranks.init_method)
         self.checkpoint = open_checkpoint(str(server_args.model_path))
         self.config = self.checkpoint.config
-        self.dtype = _DTYPES[self.config.dtype if server_args.dtype == "auto" else server_args.dtype]
-        self.context_length = choose_context_length(server_args.context_length, self.config.context_length)
+        name = self.config.dtype if server_args.dtype == "auto" else server_args.dtype
+        self.dtype: torch.dtype = getattr(torch, name)
+        wanted, most = server_args.context_length, self.config.context_length
+        if wanted is not None and wanted > most:
+            raise ConfigError(f"context_length={wanted} is more than the {most} that the model was made for")
+        self.context_length = wanted or most
         self.load_model()
         self.sampler = Sampler()
         self.logit_adjuster = LogitAdjuster(
@@ -329,15 +330,6 @@ class ModelRunner:
         """Return log probabilities for each request that needs them, before penalties and temperature."""
         with self.platform.inference_mode():
             return token_logprobs(logits, token_ids, [req.sampling_params.logprobs for req in batch.reqs])
-
-
-def choose_context_length(wanted: int | None, of_model: int) -> int:
-    """Return the user's context length, limited to the model's."""
-    if wanted is None:
-        return of_model
-    if wanted > of_model:
-        raise ConfigError(f"context_length={wanted} is more than the {of_model} that the model was made for")
-    return wanted
 
 
 def check_same_model(present: ModelConfig, new: ModelConfig, path: str) -> None:

@@ -50,8 +50,7 @@ class PrefixCache:
 
     def match(self, tokens: Sequence[int]) -> Node:
         """Return the node of the longest cached prefix of ``tokens``: the root if there is none."""
-        node, _ = self._walk(tokens)
-        return node
+        return self._walk(tokens)[0]
 
     def pages_of(self, node: Node) -> list[int]:
         """Return the pages of the whole prefix that ends at ``node``."""

@@ -1,7 +1,6 @@
 """Checkpoints: configuration, tokenizer and weights, from a Hugging Face folder or GGUF.
 
-model_config.py    ModelConfig: the numbers that the model classes need
-architectures.py   the model class of each architecture, by name
+model_config.py    ModelConfig: the numbers that the model classes need; the classes, by architecture
 checkpoint.py      open_checkpoint(path): detects the kind of checkpoint
 hf_config.py       ModelConfig from config.json
 hf_folder.py       config.json, *.safetensors, tokenizer.json, chat template, generation_config.json

@@ -27,11 +27,8 @@ class Checkpoint(abc.ABC):
         self.path = path
 
     @cached_property
-    def config(self) -> ModelConfig:
-        return self.read_config()
-
     @abc.abstractmethod
-    def read_config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig: ...
 
     @abc.abstractmethod
     def load_tokenizer(self) -> Tokenizer: ...

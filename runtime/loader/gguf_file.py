@@ -61,7 +61,8 @@ class GGUFCheckpoint(Checkpoint):
     def reader(self) -> GGUFReader:
         return GGUFReader(self.path)
 
-    def read_config(self) -> ModelConfig:
+    @cached_property
+    def config(self) -> ModelConfig:
         metadata = self.reader.metadata
         name = self._required("general.architecture", str)
         if name not in ARCHITECTURES:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_aspects.errors import ModelLoadError
-from sgl_aspects.runtime.loader.architectures import known_architectures
 from sgl_aspects.runtime.loader.model_config import (
+    MODELS,
     IndexerConfig,
     MLAConfig,
     ModelConfig,
@@ -41,11 +41,11 @@ def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     architectures = raw.get("architectures") or ["(none)"]
-    architecture = next((name for name in architectures if name in known_architectures()), None)
+    architecture = next((name for name in architectures if name in MODELS), None)
     if architecture is None:
         raise ModelLoadError(
             f"architecture {', '.join(map(str, architectures))} is not supported; "
-            f"known: {', '.join(known_architectures())}. Other engines run more, with the same hooks"
+            f"known: {', '.join(MODELS)}. Other engines run more, with the same hooks"
         )
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "?")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    def read_config(self) -> ModelConfig:
+    @cached_property
+    def config(self) -> ModelConfig:
         file = self.path / "config.json"
         return config_from_hugging_face(
             _read_json(file), _read_json_if_there(self.path / "generation_config.json"), str(file)
@@ -32,8 +34,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         settings = _read_json_if_there(file)
         try:
             template = self._chat_template(settings)
-            tokens = {
-                name: _token_text(value)
+            tokens = {  # each a text, or an object with its text under "content"
+                name: str(value["content"] if isinstance(value, dict) else value)
                 for name, value in settings.items()
                 if name.endswith("_token") and value is not None and not isinstance(value, bool)
             }
@@ -102,8 +104,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file} holds {type(content).__name__}, not a JSON object")
     return content
-
-
-def _token_text(value: Any) -> str:
-    """A special token is a text, or an object with its text under "content"."""
-    return str(value["content"]) if isinstance(value, dict) else str(value)

@@ -8,9 +8,22 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
 from sgl_aspects.errors import ModelLoadError
+from sgl_aspects.platforms import resolve_qualified_name
 
 ROPE_SCALINGS = ("default", "linear", "llama3", "yarn")
 DTYPES = ("float32", "bfloat16", "float16")
+
+#: Architecture, as config.json names it, to the qualified name of its class here.
+MODELS: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "sgl_aspects.runtime.models.deepseek:DeepseekForCausalLM",
+    "DeepseekV3ForCausalLM": "sgl_aspects.runtime.models.deepseek:DeepseekForCausalLM",
+    "DeepseekV32ForCausalLM": "sgl_aspects.runtime.models.deepseek:DeepseekForCausalLM",
+    "GemmaForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
+    "LlamaForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
+    "Qwen3ForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
+    "Qwen3MoeForCausalLM": "sgl_aspects.runtime.models.llama:LlamaForCausalLM",
+}
 
 _Config = TypeVar("_Config")
 _KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -195,6 +208,11 @@ class ModelConfig:
         if self.mla.indexer is None:
             return row
         return {**row, "kv_cache_dim": sum(row.values()), "index_head_dim": self.mla.indexer.head_dim}
+
+
+def model_class(architecture: str) -> Any:
+    """Return the class of an architecture in MODELS, which is imported now."""
+    return resolve_qualified_name(MODELS[architecture])
 
 
 def _require(name: str, value: str, supported: tuple[str, ...]) -> None:

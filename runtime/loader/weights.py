@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,15 +51,10 @@ def weight_targets(model: nn.Module) -> dict[str, Target]:
         own = getattr(module, "weight_targets", None)
         if own is not None:
             targets.update(own(f"{path}."))
-        else:
-            targets.update(whole_targets(module, f"{path}."))
+            continue
+        for name, parameter in module.named_parameters(path, recurse=False):
+            targets[name] = Target(parameter.data)
     return targets
-
-
-def whole_targets(module: nn.Module, prefix: str) -> Iterator[tuple[str, Target]]:
-    """The parameters that are the module's own."""
-    for name, parameter in module.named_parameters(recurse=False):
-        yield prefix + name, Target(parameter.data)
 
 
 def fill_weights(

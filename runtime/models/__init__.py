@@ -1,1 +1,1 @@
-"""The model classes; registry.py names them without importing them."""
+"""The model classes; loader/model_config.py names them without importing them."""

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from sgl_aspects.runtime.attention.base import IndexerInputs
-from sgl_aspects.runtime.attention.layer import Attention
+from sgl_aspects.runtime.attention.base import Attention, IndexerInputs
 from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.core import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import IndexerConfig, MLAConfig, ModelConfig

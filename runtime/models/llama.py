@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.runtime.attention.layer import Attention
+from sgl_aspects.runtime.attention.base import Attention
 from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.core import ForwardBatch
 from sgl_aspects.runtime.loader.model_config import ModelConfig

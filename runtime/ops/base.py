@@ -18,6 +18,7 @@ class Operator(nn.Module):
 
     #: The name of that function.
     op_name: str = ""
+    compute: Callable[..., Any]
 
     @staticmethod
     def register_oot_forward(op_cls: type[Operator] | str, fn: Callable[..., Any], platform_key: str) -> None:
@@ -48,9 +49,6 @@ class Operator(nn.Module):
             ),
             replace=True,
         )
-
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(*args, **kwargs)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sgl_aspects.runtime.communicator import Communicator
 from sgl_aspects.runtime.loader.weights import Target
-from sgl_aspects.runtime.ops.linear import Linear
+from sgl_aspects.runtime.ops.dense import Linear
 
 
 class MergedLinear(Linear):
@@ -24,12 +24,11 @@ class MergedLinear(Linear):
         in_features: int,
         parts: Mapping[str, int],
         dtype: torch.dtype,
-        tp: Communicator | None = None,
+        tp: Communicator,
         *,
         bias: bool = False,
         copies: Mapping[str, int] | None = None,
     ) -> None:
-        tp = tp or Communicator()
         self.counts = {name: tp.world_size // (copies or {}).get(name, 1) for name in parts}
         self.parts = {name: size // self.counts[name] for name, size in parts.items()}
         super().__init__(in_features, sum(self.parts.values()), dtype, bias=bias)
@@ -53,15 +52,12 @@ class MergedLinear(Linear):
 class ColumnParallelLinear(Linear):
     """A linear of which each rank computes its share of the output."""
 
-    def __init__(
-        self, in_features: int, out_features: int, dtype: torch.dtype, tp: Communicator, *, bias: bool = False
-    ) -> None:
-        super().__init__(in_features, out_features // tp.world_size, dtype, bias=bias)
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, tp: Communicator) -> None:
+        super().__init__(in_features, out_features // tp.world_size, dtype)
         self._tp = tp
 
     def weight_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        for name, parameter in self.named_parameters(recurse=False):
-            yield prefix + name, Target(parameter.data, 0, self._tp.rank, self._tp.world_size)
+        yield f"{prefix}weight", Target(self.weight.data, 0, self._tp.rank, self._tp.world_size)
 
 
 class RowParallelLinear(Linear):

@@ -49,11 +49,12 @@ def run_scheduler_process(server_args: ServerArgs, connection: Connection, ranks
         raise
     except BaseException as error:  # a platform that exits, too: the owner needs the reason
         logger.debug("the scheduler ends", exc_info=True)
+        line = traceback.extract_tb(error.__traceback__)[-1]
         failure = FailureMessage(
             type(error).__name__,
             str(error),
             traceback.format_exc(),
-            _place_of(error),
+            f"{os.path.basename(line.filename)}:{line.lineno}, in {line.name}",
             [] if scheduler is None else scheduler.at_work_on,
         )
         try:
@@ -63,8 +64,3 @@ def run_scheduler_process(server_args: ServerArgs, connection: Connection, ranks
         raise SystemExit(1) from None
     finally:
         connection.close()
-
-
-def _place_of(error: BaseException) -> str:
-    line = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{os.path.basename(line.filename)}:{line.lineno}, in {line.name}"

@@ -1,11 +1,13 @@
-"""From logits to tokens."""
+"""From logits to tokens, and their log probabilities."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
+from sgl_aspects.runtime.messages import TokenLogprobs
 from sgl_aspects.runtime.sampling_params import SamplingParams
 
 #: top_p considers this many of the likeliest tokens first; sorting a whole vocabulary takes far longer.
@@ -80,6 +82,25 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     largest, places = logits.reshape(rows, parts, -1).max(dim=-1)
     part = largest.argmax(dim=-1, keepdim=True)
     return torch.add(places.gather(1, part), part, alpha=vocab // parts).squeeze(1)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], wanted: Sequence[int | None]
+) -> list[TokenLogprobs | None]:
+    """Return an entry for each row of ``logits`` [rows, vocab]: None where ``wanted`` is None."""
+    results: list[TokenLogprobs | None] = [None] * len(wanted)
+    rows = [i for i, count in enumerate(wanted) if count is not None]
+    if not rows:
+        return results
+    logprobs = logits[torch.tensor(rows, device=logits.device)].float().log_softmax(dim=-1)
+    chosen = torch.tensor([[token_ids[i]] for i in rows], device=logits.device)
+    of_chosen = logprobs.gather(1, chosen).squeeze(1).tolist()
+    most = min(max(wanted[i] or 0 for i in rows), logits.shape[-1])
+    best, indices = logprobs.topk(most, dim=-1)
+    for row, logprob, values, tokens in zip(rows, of_chosen, best.tolist(), indices.tolist()):
+        top = tuple(zip(tokens, values))[: wanted[row]]
+        results[row] = TokenLogprobs(token_ids[row], logprob, top)
+    return results
 
 
 def _is_cut(params: SamplingParams) -> bool:

@@ -152,8 +152,6 @@ class Scheduler:
         params = message.sampling_params
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         req = Req(message.rid, message.input_ids, params, random.Random(seed), arrival=next(self._arrivals))
-        if req.max_total_tokens > self.kv_cache.total_size:  # the owner checks too
-            raise ValueError(f"request {req.rid} needs more tokens than the key-value cache holds")
         self._wait(req)
         try:
             self.compile_grammar(req)

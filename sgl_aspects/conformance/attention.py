@@ -13,7 +13,7 @@ import torch
 from sgl_aspects.conformance.check import Bench, check, require
 from sgl_aspects.conformance.kv_pools import PAGE_SIZE, make_pool
 from sgl_aspects.conformance.operators import TOLERANCES, difference, random_tensor
-from sgl_aspects.runtime.attention.layer import Attention
+from sgl_aspects.runtime.attention.base import Attention
 from sgl_aspects.runtime.attention.registry import attention_backend_class
 from sgl_aspects.runtime.core import ForwardBatch, ForwardMode
 from sgl_aspects.runtime.kv_cache import ReqToTokenPool

@@ -16,8 +16,7 @@ from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.runtime.core import Req
 from sgl_aspects.runtime.messages import TokenLogprobs
 from sgl_aspects.runtime.sampling.logit_adjuster import LogitAdjuster
-from sgl_aspects.runtime.sampling.logprobs import token_logprobs
-from sgl_aspects.runtime.sampling.sampler import Sampler
+from sgl_aspects.runtime.sampling.sampler import Sampler, token_logprobs
 from tests.support.answers import MARGIN, clear_model, clear_seed
 
 pytestmark = pytest.mark.usefixtures("forked_schedulers")

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from sgl_aspects.runtime.attention.base import AttentionBackend
-from sgl_aspects.runtime.attention.layer import Attention
+from sgl_aspects.runtime.attention.base import Attention, AttentionBackend
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
 from sgl_aspects.runtime.core import ForwardBatch, ForwardMode
 from sgl_aspects.runtime.dispatch.define import OPERATORS

@@ -1,4 +1,4 @@
-"""Matrix products with weights."""
+"""Gated activations, look-ups, and products with weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,34 @@ from torch import Tensor, nn
 
 from sgl_aspects.runtime import dispatch
 from sgl_aspects.runtime.ops.base import Operator, parameter
+
+
+class SiluAndMul(Operator):
+    op_name = "silu_and_mul"
+
+    def compute(self, x: Tensor) -> Tensor:
+        """[..., 2 n] → [..., n]."""
+        return dispatch.silu_and_mul(x)
+
+
+class GeluAndMul(Operator):
+    op_name = "gelu_and_mul"
+
+    def compute(self, x: Tensor) -> Tensor:
+        """[..., 2 n] → [..., n], with the approximation by tanh."""
+        return dispatch.gelu_and_mul(x)
+
+
+class Embedding(Operator):
+    op_name = "embedding"
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = parameter(vocab_size, hidden_size, dtype=dtype)
+
+    def compute(self, token_ids: Tensor) -> Tensor:
+        """[tokens] → [tokens, hidden_size]."""
+        return dispatch.embedding(token_ids, self.weight)
 
 
 class Linear(Operator):
