@@ -13,7 +13,7 @@ import torch
 
 from sgl_aspects import env, isolated
 from sgl_aspects.conformance.check import Bench, BrokenPromiseError
-from sgl_aspects.conformance.isolated import call_in_processes
+from sgl_aspects.conformance.suite import call_in_processes
 from sgl_aspects.engines.sglang.conformance import run_child
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms import current_platform

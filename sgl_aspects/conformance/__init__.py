@@ -10,7 +10,7 @@ It runs the embedded runtime's operators, pools, attention backends and engine o
     operators.py      against float64                 kv_pools.py     pages, slots, the allocator
     attention.py      over ragged batches             graphs.py       capture and replay
     capabilities.py   what a platform declares        distributed.py  two processes
-    generation.py     a whole model, against transformers or reference_model.py
+    generation.py     a whole model, against transformers or float64: tiny_model.py
 """
 
 from __future__ import annotations

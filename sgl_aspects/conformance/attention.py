@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from sgl_aspects.conformance.check import Bench, check, require
+from sgl_aspects.conformance.check import Bench, check
 from sgl_aspects.conformance.kv_pools import PAGE_SIZE, make_pool
-from sgl_aspects.conformance.operators import TOLERANCES, difference, random_tensor
+from sgl_aspects.conformance.operators import TOLERANCES, random_tensor, require_close
 from sgl_aspects.runtime.attention.base import Attention
 from sgl_aspects.runtime.attention.registry import attention_backend_class
-from sgl_aspects.runtime.core import ForwardBatch, ForwardMode
-from sgl_aspects.runtime.kv_cache import ReqToTokenPool
+from sgl_aspects.runtime.core import Batch, ForwardBatch, ForwardMode, Req
+from sgl_aspects.runtime.kv_cache.pages import ReqToTokenPool, slots_of
+from sgl_aspects.runtime.sampling_params import SamplingParams
 
 PAGES, HEAD_DIM, LAYER = 64, 16, 1
 #: (tokens in the cache before the step, tokens of the step) of each request; near the edges of pages.
+Requests = tuple[tuple[int, int], ...]
 _DECODES = ((0, 1), (1, 1), (3, 1), (4, 1), (5, 1), (22, 1))
 _PROMPTS = ((0, 1), (0, 4), (0, 13), (0, 5))
 _CHUNKS = ((4, 4), (7, 6), (1, 9), (0, 3))
@@ -27,40 +27,18 @@ _CHUNKS = ((4, 4), (7, 6), (1, 9), (0, 3))
 _POISON = 3e4
 
 
-@dataclass
-class RaggedStep:
-    """One step's tensors, and the expected attention of each request."""
+def attend(
+    bench: Bench, backend_name: str, requests: Requests, heads: int, kv_heads: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one step of requests on scattered pages: its output, and the right one in float64 on the host.
 
-    batch: ForwardBatch
-    backend: Any
-    layer: Attention
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    #: [tokens, heads, head_dim] in float64 on the host.
-    expected: torch.Tensor
-
-    def run(self) -> torch.Tensor:
-        self.backend.init_forward_metadata(self.batch)
-        query = self.query.flatten(1)
-        output: torch.Tensor = self.backend.forward(query, self.key, self.value, self.layer, self.batch)
-        return output.view(*self.query.shape[:2], -1)
-
-
-def make_step(
-    bench: Bench,
-    backend_name: str,
-    requests: tuple[tuple[int, int], ...],
-    *,
-    heads: int,
-    kv_heads: int,
-    dtype: torch.dtype,
-) -> RaggedStep:
-    """Build requests on scattered pages, decodes (one token after others) first."""
+    Both are [tokens, heads, head_dim]. Decodes (one token after others) come first.
+    """
     requests = tuple(sorted(requests, key=lambda sizes: sizes[1] != 1 or sizes[0] == 0))
     num_decodes = sum(1 for before, new in requests if new == 1 and before > 0)
     pool = make_pool(bench, dtype, pages=PAGES, layers=LAYER + 1, head_num=kv_heads, head_dim=HEAD_DIM)
-    for buffer in (pool.get_key_buffer(LAYER), pool.get_value_buffer(LAYER)):
+    buffers = pool.get_key_buffer(LAYER), pool.get_value_buffer(LAYER)
+    for buffer in buffers:
         buffer[PAGE_SIZE:] = _POISON
     table = ReqToTokenPool(len(requests), PAGES * PAGE_SIZE, PAGE_SIZE, bench.device)
     pages = iter(random.Random(1).sample(range(1, PAGES + 1), PAGES))
@@ -68,50 +46,35 @@ def make_step(
     # Before anything is written there: a separate check covers a pool that clears other pages.
     if hasattr(pool, "clear"):
         pool.clear([page for mine in owned for page in mine])
-    rows, queries, keys, values, expected = [], [], [], [], []
+    reqs, tensors, expected = [], [], []
     for number, ((before, new), mine) in enumerate(zip(requests, owned)):
         length, seed = before + new, 1000 + 10 * number
-        rows.append(table.add_row(mine))
+        req = Req(str(number), [0] * length, SamplingParams(), random.Random())
+        req.computed_tokens, req.row = before, table.add_row(mine)
+        reqs.append(req)
         query = random_tensor(new, heads, HEAD_DIM, dtype=dtype, seed=seed)
         key = random_tensor(length, kv_heads, HEAD_DIM, dtype=dtype, seed=seed + 1)
         value = random_tensor(length, kv_heads, HEAD_DIM, dtype=dtype, seed=seed + 2)
         # Tokens before the step are stored without set_kv_buffer, which is under test too.
-        slots = [mine[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(before)]
-        old = torch.tensor(slots, dtype=torch.int64, device=bench.device)
-        pool.get_key_buffer(LAYER)[old] = key[:before].to(bench.device)
-        pool.get_value_buffer(LAYER)[old] = value[:before].to(bench.device)
-        queries.append(query)
-        keys.append(key[before:])
-        values.append(value[before:])
+        old = slots_of(mine, PAGE_SIZE)[:before].to(bench.device)
+        for buffer, rows in zip(buffers, (key, value)):
+            buffer[old] = rows[:before].to(bench.device)
+        tensors.append((query, key[before:], value[before:]))
         expected.append(dense_attention(query, key, value, before))
-    positions = [at for before, new in requests for at in range(before, before + new)]
-    counts = [new for _, new in requests]
-    mode = ForwardMode.DECODE if num_decodes == len(requests) else ForwardMode.MIXED
-    device = bench.device
     runner = SimpleNamespace(
-        token_to_kv_pool=pool, req_to_token_pool=table, device=device, dtype=dtype, page_size=PAGE_SIZE
+        token_to_kv_pool=pool, req_to_token_pool=table, device=bench.device, dtype=dtype, page_size=PAGE_SIZE
     )
     backend = attention_backend_class(backend_name)(runner)
-    batch = ForwardBatch(
-        forward_mode=mode if num_decodes else ForwardMode.EXTEND,
-        input_ids=torch.zeros(len(positions), dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, device=device),
-        req_pool_indices=torch.tensor(rows, device=device),
-        num_decodes=num_decodes,
-        num_new_tokens=counts,
-        lengths=[before + new for before, new in requests],
-        attention_backend=backend,
-        req_to_token_pool=table,
-    )
-    return RaggedStep(
-        batch,
-        backend,
-        Attention(LAYER, heads, kv_heads, HEAD_DIM),
-        torch.cat(queries).to(device),
-        torch.cat(keys).to(device),
-        torch.cat(values).to(device),
-        torch.cat(expected),
-    )
+    mode = ForwardMode.DECODE if num_decodes == len(requests) else ForwardMode.MIXED
+    mode = mode if num_decodes else ForwardMode.EXTEND
+    counts = [new for _, new in requests]
+    step = Batch(mode, reqs, counts, [True] * len(reqs), step_id=0, num_decodes=num_decodes)
+    batch = ForwardBatch.of(step, backend, table)
+    query, key, value = (torch.cat(parts).to(bench.device) for parts in zip(*tensors))
+    layer = Attention(LAYER, heads, kv_heads, HEAD_DIM)
+    backend.init_forward_metadata(batch)
+    output: torch.Tensor = backend.forward(query.flatten(1), key, value, layer, batch)
+    return output.view(*query.shape[:2], -1), torch.cat(expected)
 
 
 def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: int) -> torch.Tensor:
@@ -126,32 +89,19 @@ def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return torch.einsum("hqk,khd->qhd", weights, values)
 
 
-def backend_names(bench: Bench) -> list[str]:
-    """Return the platform's default, and all backends that it adds."""
-    platform = bench.platform
-    return list(dict.fromkeys([platform.get_default_attention_backend(), *platform.get_attention_backends()]))
-
-
-def _compare(bench: Bench, requests: tuple[tuple[int, int], ...]) -> str:
+def _compare(bench: Bench, requests: Requests) -> str:
     worst = 0.0
-    names = backend_names(bench)
+    platform = bench.platform
+    names = dict.fromkeys([platform.get_default_attention_backend(), *platform.get_attention_backends()])
     for name in names:
         for heads, kv_heads in ((4, 4), (6, 2), (3, 1)):
-            for dtype, tolerance in TOLERANCES.items():
-                with bench.platform.inference_mode():
-                    step = make_step(bench, name, requests, heads=heads, kv_heads=kv_heads, dtype=dtype)
-                    output = step.run()
+            for dtype in TOLERANCES:
+                with platform.inference_mode():
+                    output, right = attend(bench, name, requests, heads, kv_heads, dtype)
                 method = f"attention backend {name!r} (get_attention_backends, get_default_attention_backend)"
-                require(output.dtype == dtype, f"an output of {dtype}", output.dtype, method)
-                error = difference(output.cpu(), step.expected)
-                require(
-                    error <= tolerance,
-                    f"dense attention in float64 within {tolerance:g}: {heads} heads on {kv_heads}, {dtype}, "
-                    f"page size {PAGE_SIZE}, (cached, new) tokens {requests}",
-                    f"an error of {error:.2g}",
-                    method,
-                )
-                worst = max(worst, error / tolerance)
+                case = f"{heads} heads on {kv_heads}, page size {PAGE_SIZE}, (cached, new) tokens {requests}"
+                used = require_close(output, right, dtype, f"dense attention in float64, {case}", method)
+                worst = max(worst, used)
     return f"{', '.join(names)}: error at most {100 * worst:.0f} % of what is allowed"
 
 

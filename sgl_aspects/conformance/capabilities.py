@@ -6,37 +6,29 @@ import importlib.util
 
 import torch
 
-from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
+from sgl_aspects.conformance.check import Bench, NotApplicableError, check, if_declared, require
 from sgl_aspects.conformance.in_process import generating
-from sgl_aspects.conformance.operators import TOLERANCES, difference, gated, random_tensor
-from sgl_aspects.conformance.tiny_model import write_tiny_model
+from sgl_aspects.conformance.operators import gated, random_tensor, require_close
 
 
 @check(write="capabilities", expects="supports_triton: a Triton kernel to run")
 def triton(bench: Bench) -> str:
     if not bench.platform.capabilities.supports_triton:
         raise NotApplicableError("not declared")
-    require(
-        importlib.util.find_spec("triton") is not None,
-        "triton to be installed where supports_triton is declared",
-        "it is not",
-    )
+    is_installed = importlib.util.find_spec("triton") is not None
+    require(is_installed, "triton to be installed where supports_triton is declared", "it is not")
     from sgl_aspects.runtime.dispatch.triton.silu_and_mul import silu_and_mul
 
     x = random_tensor(3, 200, dtype=torch.float32, seed=3)
-    error = difference(silu_and_mul(x.to(bench.device)).cpu(), gated(x.double()))
-    require(error <= TOLERANCES[x.dtype], "silu_and_mul in Triton as in float64", f"an error of {error:.2g}")
+    found = silu_and_mul(x.to(bench.device))
+    require_close(found, gated(x.double()), x.dtype, "silu_and_mul in Triton as in float64")
     return "silu_and_mul"
 
 
 @check(write="get_compile_backend", expects="compiled layers to give the tokens of plain ones")
 def compiled(bench: Bench) -> str:
-    try:
-        backend = bench.platform.get_compile_backend()
-    except NotImplementedError:
-        raise NotApplicableError("no compiler") from None
+    backend = if_declared(bench.platform.get_compile_backend, "no compiler")
     folder = bench.folder / "tiny-llama-compiled"
-    write_tiny_model(folder)
     with generating(folder, disable_graphs=True) as plain:
         right = plain.tokens()
     with generating(folder, disable_graphs=True, compile=True) as compiled:
@@ -63,13 +55,10 @@ def fp8(bench: Bench) -> str:
 )
 def quantized(bench: Bench) -> str:
     platform = bench.platform
-    methods = platform.supported_quantization
-    own = [method for method in methods if platform.get_quantization_config(method) is not None]
+    own = [name for name in platform.supported_quantization if platform.get_quantization_config(name)]
     if not own:
         raise NotApplicableError("no class of the platform's")
-    folder = bench.folder / "tiny-llama-quantized"
-    write_tiny_model(folder)
     for method in own:
-        with generating(folder, quantization=method) as engine:
+        with generating(bench.folder / "tiny-llama-quantized", quantization=method) as engine:
             engine.tokens()
     return ", ".join(own)

@@ -13,6 +13,9 @@ import torch
 
 from sgl_aspects.platforms import SRTPlatform
 
+F = TypeVar("F", bound=Callable[..., str])
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -37,6 +40,16 @@ class BrokenPromiseError(Exception):
 
 class NotApplicableError(Exception):
     """Raised by a check of something that the platform does not declare, with its name."""
+
+
+def if_declared(question: Callable[[], T], otherwise: str = "not declared", *, needed: bool = False) -> T:
+    """Return a platform's answer. Where it has none the check is skipped, or fails if it is ``needed``."""
+    try:
+        return question()
+    except NotImplementedError as error:
+        if needed:
+            raise
+        raise NotApplicableError(otherwise) from error
 
 
 @dataclass(frozen=True)
@@ -69,8 +82,6 @@ class Result:
     write: str = ""
     expected: str = ""
 
-
-F = TypeVar("F", bound=Callable[..., str])
 
 #: In the order in which their modules are imported.
 CHECKS: list[Check] = []

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
-from sgl_aspects.conformance.reference_model import greedy_by_transformers, greedy_in_float64
-from sgl_aspects.conformance.tiny_model import LATENT, write_tiny_model
+from sgl_aspects.conformance.check import Bench, check, if_declared, require
+from sgl_aspects.conformance.tiny_model import LATENT, right_tokens, write_tiny_model
 
 _TOKENS = 16
 
@@ -20,15 +16,6 @@ def prompts() -> list[list[int]]:
     """Lengths near the edges of pages (8) and chunks (24)."""
     draw = random.Random(5)
     return [[draw.randrange(256) for _ in range(length)] for length in (1, 7, 8, 25, 40)]
-
-
-def right_tokens(
-    bench: Bench, folder: Path, weights: Mapping[str, torch.Tensor], count: int
-) -> list[list[int]]:
-    """Return what the reference answers to :func:`prompts`."""
-    if bench.reference == "transformers":
-        return greedy_by_transformers(folder, prompts(), count)
-    return greedy_in_float64(weights, prompts(), count)
 
 
 @check(write="get_attention_backends", expects="the tokens of the reference, twice")
@@ -40,10 +27,7 @@ def greedy(bench: Bench) -> str:
     write="get_kv_pool_cls", expects="the tokens of the reference from a model with latent keys and values"
 )
 def latent(bench: Bench) -> str:
-    try:
-        bench.platform.get_kv_pool_cls(kind="mla")
-    except NotImplementedError as error:
-        raise NotApplicableError("no pool of kind mla") from error
+    if_declared(lambda: bench.platform.get_kv_pool_cls(kind="mla"), "no pool of kind mla")
     return _generate(bench, "tiny-deepseek", LATENT)
 
 
@@ -53,7 +37,7 @@ def _generate(bench: Bench, name: str, config: Mapping[str, Any]) -> str:
 
     folder = bench.folder / name
     weights, given = write_tiny_model(folder, config), prompts()
-    right = right_tokens(bench, folder, weights, _TOKENS)
+    right = right_tokens(bench.reference, folder, weights, given, _TOKENS)
     params = SamplingParams(max_new_tokens=_TOKENS, ignore_eos=True)
     engine = Engine(
         model_path=folder, dtype="float32", page_size=8, max_total_tokens=1024, chunked_prefill_size=24

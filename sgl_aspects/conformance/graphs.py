@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
+from sgl_aspects.conformance.check import Bench, NotApplicableError, check, if_declared, require
 from sgl_aspects.conformance.in_process import generating
-from sgl_aspects.conformance.tiny_model import write_tiny_model
 from sgl_aspects.platforms import DeviceGraph
 
 MIB = 2**20
@@ -18,12 +16,7 @@ MIB = 2**20
 def _captured(bench: Bench) -> tuple[DeviceGraph, torch.Tensor, torch.Tensor, list[bool]]:
     """Capture ``x * 2 + 1``: returns the graph, x, the output, and is_capturing() during the capture."""
     platform = bench.platform
-    try:
-        graph = platform.create_graph()
-    except NotImplementedError:
-        if platform.support_cuda_graph():
-            raise
-        raise NotApplicableError("not declared") from None
+    graph = if_declared(platform.create_graph, needed=platform.support_cuda_graph())
     require(isinstance(graph, DeviceGraph), "a DeviceGraph", type(graph).__qualname__, "create_graph")
     x = torch.zeros(MIB // 4, device=bench.device)
     seen: list[bool] = []
@@ -72,7 +65,7 @@ def memory(bench: Bench) -> str:
     with bench.platform.inference_mode():
         graph, _, _, _ = _captured(bench)
         graph.replay()
-        grown = _growth(bench, graph.replay, rounds)
+        grown = min(_growth(bench, graph, rounds) for _ in range(3))  # the least: hosts are shared
     allowed = rounds * MIB // 4  # a quarter of the growth if each replay kept its output
     require(grown <= allowed, f"no new memory in {rounds} replays", f"{grown} bytes")
     return f"{max(grown, 0) / MIB:.1f} MiB in {rounds} replays"
@@ -86,7 +79,6 @@ def decode_steps(bench: Bench) -> str:
     if not bench.platform.support_cuda_graph():
         raise NotApplicableError("not declared")
     folder = bench.folder / "tiny-llama-graphs"
-    write_tiny_model(folder)
     with generating(folder, disable_graphs=True) as eager:
         right = eager.tokens()
     with generating(folder) as replaying:
@@ -101,27 +93,19 @@ def decode_steps(bench: Bench) -> str:
                 require(found == right, f"{right}", f"{found}, capture {number + 1}", method)
                 method = "can_run, replay of the graph runner"
                 require(bool(replays.sizes), "decode steps to be replayed", "none", method)
-                require(
-                    replays.model_calls == 0,
-                    "a replay of what was captured",
-                    f"the model called {replays.model_calls} times in {len(replays.sizes)} steps",
-                    "replay of the graph runner",
-                )
+                calls = f"the model called {replays.model_calls} times in {len(replays.sizes)} steps"
+                method = "replay of the graph runner"
+                require(replays.model_calls == 0, "a replay of what was captured", calls, method)
                 runner.weights_changed()
     sizes = ", ".join(map(str, sorted(set(replays.sizes))))
     return f"{len(replays.sizes)} replays of batches of {sizes}"
 
 
-def _growth(bench: Bench, work: Callable[[], None], rounds: int) -> int:
-    """Return the bytes that the device has less after ``rounds`` of work; the least of three, as hosts are
-    shared.
-    """
-    grown = []
-    for _ in range(3):
-        bench.platform.synchronize()
-        before = bench.platform.get_available_memory()[0]
-        for _ in range(rounds):
-            work()
-        bench.platform.synchronize()
-        grown.append(before - bench.platform.get_available_memory()[0])
-    return min(grown)
+def _growth(bench: Bench, graph: DeviceGraph, rounds: int) -> int:
+    """Return the bytes that the device has less after some replays."""
+    bench.platform.synchronize()
+    before = bench.platform.get_available_memory()[0]
+    for _ in range(rounds):
+        graph.replay()
+    bench.platform.synchronize()
+    return before - bench.platform.get_available_memory()[0]

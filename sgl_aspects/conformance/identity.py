@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
+from sgl_aspects.conformance.check import Bench, check, if_declared, require
 from sgl_aspects.errors import PlatformError
 from sgl_aspects.platforms import DeviceCapability, PlatformCapabilities, PlatformEnum, resolve_qualified_name
 from sgl_aspects.platforms.misnamed import misnamed_attributes
@@ -16,11 +16,8 @@ _QUERIES = ("cuda", "rocm", "cpu", "xpu", "musa", "npu", "tpu", "mps", "hpu", "s
 @check(write="_enum", expects="one family, and the query that goes with it")
 def family(bench: Bench) -> str:
     platform = bench.platform
-    require(
-        platform._enum is not PlatformEnum.UNSPECIFIED,
-        "a member of PlatformEnum; OOT for a vendor's plugin",
-        platform._enum,
-    )
+    is_specified = platform._enum is not PlatformEnum.UNSPECIFIED
+    require(is_specified, "a member of PlatformEnum; OOT for a vendor's plugin", platform._enum)
     true = [query for query in _QUERIES if getattr(platform, f"is_{query}")()]
     family = "out_of_tree" if platform._enum is PlatformEnum.OOT else platform._enum.value
     require(true == [family], f"is_{family}() alone to be True", ", ".join(true) or "none")
@@ -32,18 +29,13 @@ def names(bench: Bench) -> str:
     platform = bench.platform
     for attribute in ("device_name", "device_type"):
         value = getattr(platform, attribute)
-        require(
-            isinstance(value, str) and value not in ("", "unspecified"),
-            "a name of its own",
-            repr(value),
-            attribute,
-        )
+        is_name = isinstance(value, str) and value not in ("", "unspecified")
+        require(is_name, "a name of its own", repr(value), attribute)
     product = platform.get_device_name(0)
     require(isinstance(product, str) and bool(product), "a text", repr(product), "get_device_name")
     key = platform.get_dispatch_key_name()
-    require(
-        key.isidentifier(), "what can follow forward_ in a method's name", repr(key), "get_dispatch_key_name"
-    )
+    expected = "what can follow forward_ in a method's name"
+    require(key.isidentifier(), expected, repr(key), "get_dispatch_key_name")
     return f"{platform.device_name}: {product}"
 
 
@@ -63,10 +55,7 @@ def device(bench: Bench) -> str:
 
 @check(write="get_device_uuid", expects="an identifier that stays")
 def uuid(bench: Bench) -> str:
-    try:
-        first = bench.platform.get_device_uuid(0)
-    except NotImplementedError as error:
-        raise NotApplicableError("the device has none") from error
+    first = if_declared(bench.platform.get_device_uuid, "the device has none")
     again = bench.platform.get_device_uuid(0)
     require(bool(first) and first == again, "the same text twice", f"{first}, {again}")
     return first
@@ -77,12 +66,9 @@ def capabilities(bench: Bench) -> str:
     declared = bench.platform.capabilities
     require(isinstance(declared, PlatformCapabilities), "PlatformCapabilities", declared)
     capability = bench.platform.get_device_capability(0)
-    require(
-        capability is None or isinstance(capability, DeviceCapability),
-        "a DeviceCapability, or None for a device that has no such number",
-        repr(capability),
-        "get_device_capability",
-    )
+    is_right = capability is None or isinstance(capability, DeviceCapability)
+    expected = "a DeviceCapability, or None for a device that has no such number"
+    require(is_right, expected, repr(capability), "get_device_capability")
     names = [name for name, value in vars(declared).items() if value]
     return ", ".join(names) or "none declared"
 
@@ -91,8 +77,7 @@ def capabilities(bench: Bench) -> str:
     write="the method that is named", expects="every method that looks like an engine's to be called by one"
 )
 def methods(bench: Bench) -> str:
-    wrong = misnamed_attributes(type(bench.platform))
-    for name, right in wrong.items():
+    for name, right in misnamed_attributes(type(bench.platform)).items():
         require(False, right, f"{name}, which no engine calls", right)
     return "no misspelt names"
 

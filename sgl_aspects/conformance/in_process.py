@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from sgl_aspects.conformance.tiny_model import write_tiny_model
 from sgl_aspects.platforms import DeviceGraph, current_platform
 from sgl_aspects.runtime.messages import TokenizedRequest
 from sgl_aspects.runtime.sampling_params import SamplingParams
@@ -20,10 +21,10 @@ from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults
 _TOKENS = 12
 
 
+@dataclass
 class Generating:
-    def __init__(self, scheduler: Scheduler, replies: Any) -> None:
-        self.scheduler = scheduler
-        self._replies = replies
+    scheduler: Scheduler
+    replies: Any
 
     def prompts(self) -> list[list[int]]:
         draw = random.Random(9)
@@ -39,8 +40,8 @@ class Generating:
                 reqs.append(self.scheduler.add_request(arriving[2]))
             if self.scheduler.has_work:
                 self.scheduler.step()
-            while self._replies.poll(0):
-                self._replies.recv()
+            while self.replies.poll(0):
+                self.replies.recv()
         return [req.output_ids for req in reqs]
 
     @contextmanager
@@ -55,14 +56,17 @@ class Generating:
 
         def step(batch: Any) -> Any:
             found.sizes.append(batch.batch_size)
-            with found.counting(True):
+            with patch.object(found, "is_counting", True):
                 return replay_step(batch)
 
         def graph(self: Any) -> None:
-            with found.counting(False):  # an emulated device computes here
+            with patch.object(found, "is_counting", False):  # an emulated device computes here
                 replay_graph(self)
 
-        hook = model_runner.model.register_forward_pre_hook(found.model_called)
+        def model_called(*_: Any) -> None:
+            found.model_calls += found.is_counting
+
+        hook = model_runner.model.register_forward_pre_hook(model_called)
         with patch.object(graph_class, "replay", graph), patch.object(runner, "replay", step):
             yield found
         hook.remove()
@@ -74,23 +78,13 @@ class Replays:
     sizes: list[int] = field(default_factory=list)
     #: How often the model was called for that, outside of a graph.
     model_calls: int = 0
-    _counts: bool = False
-
-    @contextmanager
-    def counting(self, counts: bool) -> Iterator[None]:
-        before, self._counts = self._counts, counts
-        try:
-            yield
-        finally:
-            self._counts = before
-
-    def model_called(self, *_: Any) -> None:
-        self.model_calls += self._counts
+    is_counting: bool = False
 
 
 @contextmanager
 def generating(folder: Path, **fields: Any) -> Iterator[Generating]:
-    """Make a scheduler on the current platform with the model in ``folder``; ``fields`` of ServerArgs."""
+    """Make a scheduler with the tiny Llama, which is written to ``folder``; ``fields`` of ServerArgs."""
+    write_tiny_model(folder)
     ours, theirs = multiprocessing.Pipe()
     settings = {"dtype": "float32", "page_size": 4, "max_total_tokens": 256, "max_running_requests": 4}
     args = ServerArgs(folder, **{**settings, **fields})

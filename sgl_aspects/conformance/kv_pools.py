@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
+from sgl_aspects.conformance.check import Bench, check, if_declared, require
 from sgl_aspects.conformance.operators import random_tensor
 from sgl_aspects.platforms import resolve_qualified_name
 from sgl_aspects.runtime.kv_cache import checks
+from sgl_aspects.runtime.kv_cache.pages import pages_of, slots_of
 
 LAYERS, PAGE_SIZE, PAGES = 2, 4, 9
 SLOTS = (PAGES + 1) * PAGE_SIZE  # the requested size, and page 0
@@ -86,24 +87,20 @@ def write(bench: Bench, kind: str = "mha") -> str:
             if "index_key" in given:
                 pool.set_index_key_buffer(SimpleNamespace(layer_id=layer), there, given["index_key"])
         _require_equal(pool, expected, "set_kv_buffer of the pool")
-        if kind != "mha":
-            for layer in range(LAYERS):
-                value = _buffer(pool, "value", layer).cpu()
-                right = expected[layer]["key"][..., : ROWS[kind]["kv_lora_rank"]]
-                method = "get_value_buffer of the pool"
-                require(torch.equal(value, right), "the first part of the compressed row", "others", method)
+        if kind != "mha":  # values are the first part of the compressed row
+            values = [{"value": parts["key"][..., : ROWS[kind]["kv_lora_rank"]]} for parts in expected]
+            _require_equal(pool, values, "get_value_buffer of the pool")
     return f"{len(slots)} slots of {SLOTS}"
 
 
 @check(write="clear of the pool", expects="the pages named to be zero, others unchanged")
 def clear(bench: Bench, kind: str = "mha") -> str:
     """Clear two pages. Optional: a pool without it begins with zeros."""
-    if not hasattr(make_pool(bench, _DTYPES[0], kind), "clear"):
-        pool = make_pool(bench, _DTYPES[0], kind)
-        for part in _PARTS[kind]:
-            for layer in range(LAYERS):
-                left = int(_buffer(pool, part, layer).count_nonzero())
-                require(left == 0, "a new pool of zeros where it has no clear", f"{left} others")
+    pool = make_pool(bench, _DTYPES[0], kind)
+    if not hasattr(pool, "clear"):
+        buffers = [_buffer(pool, part, layer) for part in _PARTS[kind] for layer in range(LAYERS)]
+        left = sum(int(buffer.count_nonzero()) for buffer in buffers)
+        require(left == 0, "a new pool of zeros where it has no clear", f"{left} others")
         return "no clear: zeros at first"
     for dtype in _DTYPES:
         pool, expected = _filled(bench, dtype, kind)
@@ -119,64 +116,44 @@ def clear(bench: Bench, kind: str = "mha") -> str:
 @check(write="get_paged_allocator_cls", expects="the slots of pages from 1, each once, all of them")
 def allocator(bench: Bench) -> str:
     factory, pool = bench.platform.get_paged_allocator_cls, make_pool(bench, _DTYPES[0])
-    given = {
-        "page_size": PAGE_SIZE,
-        "dtype": pool.dtype,
-        "device": "cpu",
-        "kvcache": pool,
-        "need_sort": False,
-    }
-    made = checks.make_allocator(resolve_qualified_name(factory()), factory, PAGES * PAGE_SIZE, **given)
-
-    def need(condition: bool, expected: str, found: object) -> None:
-        require(condition, expected, found, "get_paged_allocator_cls")
+    given = {"dtype": pool.dtype, "device": "cpu", "kvcache": pool, "need_sort": False}
+    cls, full = resolve_qualified_name(factory()), PAGES * PAGE_SIZE
+    made = checks.make_allocator(cls, factory, full, page_size=PAGE_SIZE, **given)
 
     def alloc(pages: int) -> list[int]:
         slots = made.alloc(pages * PAGE_SIZE)
-        need(isinstance(slots, torch.Tensor), f"a tensor of {pages * PAGE_SIZE} slots", slots)
-        found: list[int] = slots.tolist()
-        for first in found[::PAGE_SIZE]:
-            there = found.index(first)
-            page = list(range(first, first + PAGE_SIZE))
-            need(found[there : there + PAGE_SIZE] == page and first % PAGE_SIZE == 0, "whole pages", found)
-        return [first // PAGE_SIZE for first in found[::PAGE_SIZE]]
+        require(isinstance(slots, torch.Tensor), f"a tensor of {pages * PAGE_SIZE} slots", slots)
+        found = pages_of(slots, PAGE_SIZE)
+        require(slots_of(found, PAGE_SIZE).tolist() == slots.tolist(), "whole pages", slots.tolist())
+        return found
 
-    full = PAGES * PAGE_SIZE
     first = alloc(2)
     everything = sorted([*first, *alloc(PAGES - 2)])
-    need(everything == list(range(1, PAGES + 1)), f"pages 1 to {PAGES}, each once", everything)
-    need(made.alloc(PAGE_SIZE) is None, "None where no page is free", "slots")
+    require(everything == list(range(1, PAGES + 1)), f"pages 1 to {PAGES}, each once", everything)
+    require(made.alloc(PAGE_SIZE) is None, "None where no page is free", "slots")
     # Of the last page of a request only the slots that hold tokens come back.
     made.free(torch.tensor([page * PAGE_SIZE + at for page in first for at in range(PAGE_SIZE)][:-1]))
-    need(made.available_size() == 2 * PAGE_SIZE, f"{2 * PAGE_SIZE} tokens after free", made.available_size())
-    need(made.alloc(3 * PAGE_SIZE) is None, "None for three pages of two", "slots")
-    need(made.available_size() == 2 * PAGE_SIZE, "nothing taken then", made.available_size())
+    freed, left = 2 * PAGE_SIZE, made.available_size
+    require(left() == freed, f"{freed} tokens after free", left())
+    require(made.alloc(3 * PAGE_SIZE) is None, "None for three pages of two", "slots")
+    require(left() == freed, "nothing taken then", left())
     again = alloc(2)
-    need(sorted(again) == sorted(first), f"the freed pages {sorted(first)} again", again)
+    require(sorted(again) == sorted(first), f"the freed pages {sorted(first)} again", again)
     made.clear()
-    need(made.available_size() == full, f"{full} tokens free after clear", made.available_size())
+    require(left() == full, f"{full} tokens free after clear", left())
     return f"{PAGES} pages"
 
 
-@check(write="get_mla_kv_pool_cls", expects="one compressed row a token: written, read back, cleared")
-def mla(bench: Bench) -> str:
-    return _compressed(bench, "mla")
-
-
-@check(
-    write="get_nsa_kv_pool_cls",
-    expects="compressed rows with indexer keys: written, read back, cleared",
-)
-def dsa(bench: Bench) -> str:
-    return _compressed(bench, "dsa")
-
-
 def _compressed(bench: Bench, kind: str) -> str:
-    try:
-        bench.platform.get_kv_pool_cls(kind=kind)
-    except NotImplementedError as error:
-        raise NotApplicableError("not declared") from error
+    if_declared(lambda: bench.platform.get_kv_pool_cls(kind=kind))
     return ", ".join(step(bench, kind) for step in (shape, write, clear))
+
+
+for _kind, _write, _expects in (
+    ("mla", "get_mla_kv_pool_cls", "one compressed row a token: written, read back, cleared"),
+    ("dsa", "get_nsa_kv_pool_cls", "compressed rows with indexer keys: written, read back, cleared"),
+):
+    check(name=_kind, write=_write, expects=_expects)(lambda bench, kind=_kind: _compressed(bench, kind))
 
 
 def _filled(bench: Bench, dtype: torch.dtype, kind: str) -> tuple[Any, Contents]:
@@ -198,9 +175,6 @@ def _require_equal(pool: Any, expected: Contents, method: str) -> None:
     for layer, parts in enumerate(expected):
         for part, right in parts.items():
             wrong = (_buffer(pool, part, layer).cpu() != right).flatten(1).any(1).nonzero().flatten().tolist()
-            require(
-                not wrong,
-                f"the {part.replace('_', ' ')}s of layer {layer} as written, bit for bit",
-                f"others in slots {wrong[:8]}{' ...' if len(wrong) > 8 else ''} (page size {PAGE_SIZE})",
-                method,
-            )
+            expected_here = f"the {part.replace('_', ' ')}s of layer {layer} as written, bit for bit"
+            slots = f"{wrong[:8]}{' ...' if len(wrong) > 8 else ''}"
+            require(not wrong, expected_here, f"others in slots {slots} (page size {PAGE_SIZE})", method)

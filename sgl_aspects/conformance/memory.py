@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from sgl_aspects.conformance.check import Bench, NotApplicableError, check, require
-from sgl_aspects.conformance.isolated import call_in_processes
+from sgl_aspects.conformance.suite import call_in_processes
 from sgl_aspects.platforms import current_platform
 
 MIB = 2**20
@@ -24,9 +24,9 @@ class Measured:
     free: int
     total: int
     device_total: int
-    peak_before: float
-    peak_with_block: float
-    peak_after: float
+    #: How much higher the peak was with the block, and how much lower after it.
+    risen: float
+    fallen: float
     #: The decrease of free memory with the block and the increase after it; for each attempt.
     taken: list[int]
     returned: list[int]
@@ -61,9 +61,9 @@ def measure() -> Measured:
         returned.append(platform.get_available_memory()[0] - during)
         if _is_block(taken[-1]) and (_is_block(returned[-1]) or kept):
             break
-    peak_after = platform.get_current_memory_usage()
+    fallen = peak_with_block - platform.get_current_memory_usage()
     device_total = platform.get_device_total_memory()
-    return Measured(free, total, device_total, peak_before, peak_with_block, peak_after, taken, returned)
+    return Measured(free, total, device_total, peak_with_block - peak_before, fallen, taken, returned)
 
 
 def _is_block(size: float) -> bool:
@@ -71,43 +71,31 @@ def _is_block(size: float) -> bool:
 
 
 @cache
-def _measured(class_name: str) -> Measured:
-    (answer,) = call_in_processes(measure, [()])
-    assert isinstance(answer, Measured)
-    return answer
-
-
 def measured(bench: Bench) -> Measured:
-    """Measure once for all the checks of a platform."""
-    return _measured(f"{type(bench.platform).__module__}:{type(bench.platform).__qualname__}")
+    """Measure once for all the checks of a run."""
+    answer: Measured = call_in_processes(measure, [()])[0]
+    return answer
 
 
 @check(write="get_available_memory", expects="(free, total) in bytes, free up to total")
 def available(bench: Bench) -> str:
     found = measured(bench)
-    require(
-        0 < found.free <= found.total and found.total > 64 * MIB,
-        "0 < free <= total, in bytes",
-        f"free {found.free}, total {found.total}",
-    )
+    is_right = 0 < found.free <= found.total and found.total > 64 * MIB
+    require(is_right, "0 < free <= total, in bytes", f"free {found.free}, total {found.total}")
     return f"{found.free / MIB:.0f} of {found.total / MIB:.0f} MiB free"
 
 
 @check(write="get_device_total_memory", expects="the total of get_available_memory")
 def total(bench: Bench) -> str:
     found = measured(bench)
-    require(
-        abs(found.device_total - found.total) <= 0.05 * found.total,
-        f"{found.total} bytes, as in get_available_memory, within 5 %",
-        found.device_total,
-    )
+    is_near = abs(found.device_total - found.total) <= 0.05 * found.total
+    require(is_near, f"{found.total} bytes, as in get_available_memory, within 5 %", found.device_total)
     return f"{found.device_total / MIB:.0f} MiB"
 
 
 @check(write="get_available_memory", expects="free memory to fall as much as is allocated")
 def allocating(bench: Bench) -> str:
-    taken = _nearest(measured(bench).taken)
-    _require_block(taken, "less free with it")
+    taken = _require_block(measured(bench).taken, "less free with it")
     return f"{taken / MIB:.0f} MiB taken by a block of {BLOCK // MIB}"
 
 
@@ -115,33 +103,22 @@ def allocating(bench: Bench) -> str:
 def releasing(bench: Bench) -> str:
     if bench.platform.shares_host_memory():
         raise NotApplicableError("the host's memory, which the system releases at any time")
-    returned = _nearest(measured(bench).returned)
-    _require_block(returned, "more free once it was freed and empty_cache called")
+    returned = _require_block(measured(bench).returned, "more free once it was freed and empty_cache called")
     return f"{returned / MIB:.0f} MiB given back"
 
 
 @check(write="get_current_memory_usage", expects="a peak that rises with use and never falls")
 def peak(bench: Bench) -> str:
     found = measured(bench)
-    risen = found.peak_with_block - found.peak_before
-    require(
-        0.9 * BLOCK <= risen <= 1.6 * BLOCK,
-        f"a peak about {BLOCK} bytes higher with a block of that size",
-        f"{risen:.0f} bytes higher",
-    )
-    fallen = found.peak_with_block - found.peak_after
-    require(fallen <= 0.1 * BLOCK, "the same peak afterwards", f"{fallen:.0f} bytes less")
-    return f"{risen / MIB:.0f} MiB higher with a block of {BLOCK // MIB}"
+    expected = f"a peak about {BLOCK} bytes higher with a block of that size"
+    require(0.9 * BLOCK <= found.risen <= 1.6 * BLOCK, expected, f"{found.risen:.0f} bytes higher")
+    require(found.fallen <= 0.1 * BLOCK, "the same peak afterwards", f"{found.fallen:.0f} bytes less")
+    return f"{found.risen / MIB:.0f} MiB higher with a block of {BLOCK // MIB}"
 
 
-def _nearest(sizes: list[int]) -> int:
-    return min(sizes, key=lambda size: abs(size - BLOCK))
-
-
-def _require_block(size: int, what: str) -> None:
-    require(
-        _is_block(size),
-        f"about {BLOCK} bytes {what}",
-        f"{size} at best, of {_ATTEMPTS} attempts",
-        "get_available_memory",
-    )
+def _require_block(sizes: list[int], what: str) -> int:
+    """Return the best attempt, which is about the block's size."""
+    size = min(sizes, key=lambda size: abs(size - BLOCK))
+    found = f"{size} at best, of {_ATTEMPTS} attempts"
+    require(_is_block(size), f"about {BLOCK} bytes {what}", found, "get_available_memory")
+    return size

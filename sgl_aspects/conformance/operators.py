@@ -10,14 +10,7 @@ import torch
 from sgl_aspects.conformance.check import Bench, check, require
 from sgl_aspects.runtime.dispatch import get_manager
 from sgl_aspects.runtime.loader.model_config import RopeConfig
-from sgl_aspects.runtime.ops import (
-    Embedding,
-    Linear,
-    Operator,
-    RMSNorm,
-    RotaryEmbedding,
-    SiluAndMul,
-)
+from sgl_aspects.runtime.ops import Embedding, Linear, Operator, RMSNorm, RotaryEmbedding, SiluAndMul
 
 #: The largest error, as a fraction of the largest value of the reference.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -50,6 +43,16 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
 
 
+def require_close(
+    found: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, what: str, write: str = ""
+) -> float:
+    """Fail unless ``found`` is ``what``, ``right``; returns the error as a share of what the type allows."""
+    require(found.dtype == dtype, f"an output of {dtype}", found.dtype, write)
+    error, allowed = difference(found.cpu(), right), TOLERANCES[dtype]
+    require(error <= allowed, f"{what}, {dtype}, within {allowed:g}", f"an error of {error:.2g}", write)
+    return error / allowed
+
+
 def _compare(
     bench: Bench,
     op_name: str,
@@ -62,7 +65,7 @@ def _compare(
     ``reference(operator's parameters, *inputs)`` gets all in float64, rounded to the type before.
     """
     worst = 0.0
-    for dtype, tolerance in TOLERANCES.items():
+    for dtype in TOLERANCES:
         with bench.platform.inference_mode(), bench.device:
             made = operator(dtype)
             for number, parameter in enumerate(made.parameters()):
@@ -79,19 +82,11 @@ def _compare(
             exact = [t.double() if t.is_floating_point() else t for t in given]
             expected = reference(parameters, *exact)
             for found, right in zip(outputs, expected, strict=True):
-                require(found.dtype == dtype, f"an output of {dtype}", found.dtype, form)
-                error = difference(found.cpu(), right)
-                require(
-                    error <= tolerance,
-                    f"the float64 reference within {tolerance:g}, {dtype}, {rows} rows",
-                    f"an error of {error:.2g}",
-                    form,
-                )
-                worst = max(worst, error / tolerance)
+                used = require_close(found, right, dtype, f"the float64 reference, {rows} rows", form)
+                worst = max(worst, used)
             for before, after in zip(given, there):
-                require(
-                    torch.equal(before, after.cpu()), "its inputs left as they were", "changed ones", form
-                )
+                is_same = torch.equal(before, after.cpu())
+                require(is_same, "its inputs left as they were", "changed ones", form)
     return f"{form}, error at most {100 * worst:.0f} % of what is allowed"
 
 
@@ -130,14 +125,13 @@ def _rows(*shapes: tuple[int, ...]) -> Callable[[torch.dtype, int], list[torch.T
     ]
 
 
-def _check(name: str, of: str, expects: str, *how: Any) -> None:
-    """``of``: the operator; ``how``: further arguments of :func:`_compare`."""
-    write = f"an implementation of {of} (docs/ops.md)"
-    check(name=name, write=write, expects=expects)(lambda bench: _compare(bench, of, *how))
+def _check(name: str, expects: str, *how: Any, of: str = "") -> None:
+    """``how``: further arguments of :func:`_compare`; ``of``: the operator, if it is not ``name``."""
+    write = f"an implementation of {of or name} (docs/ops.md)"
+    check(name=name, write=write, expects=expects)(lambda bench: _compare(bench, of or name, *how))
 
 
 _check(
-    "silu_and_mul",
     "silu_and_mul",
     "silu(first half) * second half",
     lambda dtype: SiluAndMul(),
@@ -146,7 +140,6 @@ _check(
 )
 _check(
     "rms_norm",
-    "rms_norm",
     "x / rms(x) * weight",
     lambda dtype: RMSNorm(64, 1e-6, dtype),
     _rows((64,)),
@@ -154,14 +147,13 @@ _check(
 )
 _check(
     "rms_norm_residual",
-    "rms_norm",
     "(norm(x + residual), x + residual)",
     lambda dtype: RMSNorm(64, 1e-6, dtype),
     _rows((64,), (64,)),
     lambda parameters, x, residual: [normalized(x + residual, *parameters), x + residual],
+    of="rms_norm",
 )
 _check(
-    "linear",
     "linear",
     "x @ weight.T + bias",
     lambda dtype: Linear(48, 80, bias=True, dtype=dtype),
@@ -170,7 +162,6 @@ _check(
 )
 _check(
     "embedding",
-    "embedding",
     "rows of the weight",
     lambda dtype: Embedding(100, 64, dtype),
     lambda dtype, rows: [torch.arange(rows) * 37 % 100],
@@ -178,9 +169,9 @@ _check(
 )
 _check(
     "rotary",
-    "rotary_embedding",
     "each pair turned by its angle",
     lambda dtype: RotaryEmbedding(RopeConfig(), 32, 256, dtype),
     lambda dtype, rows: [*_rows((4, 32), (2, 32))(dtype, rows), torch.arange(rows) * 13 % 256],
     lambda _, query, key, positions: [rotated(query, positions), rotated(key, positions)],
+    of="rotary_embedding",
 )

@@ -57,14 +57,8 @@ class ReportHead:
     def markdown(self, lines: Sequence[str]) -> str:
         """Format the report; ``lines`` are those of its results."""
         rows = [f"| {field.name} | {getattr(self, field.name)} |" for field in fields(self)]
-        head = [
-            f"# Conformance of {self.platform}, {self.engine} engine",
-            "",
-            "| | |",
-            "| --- | --- |",
-            *rows,
-        ]
-        return "\n".join([*head, "", "```text", *lines, "```", ""])
+        title = f"# Conformance of {self.platform}, {self.engine} engine"
+        return "\n".join([title, "", "| | |", "| --- | --- |", *rows, "", "```text", *lines, "```", ""])
 
 
 def known(query: Callable[[], object]) -> str:

@@ -1,18 +1,25 @@
-"""Runs the checks in the order of this list: prerequisites of later ones come first."""
+"""Runs the checks, in the order of GROUPS, and what they do in processes of their own."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import multiprocessing
 import pkgutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 from sgl_aspects.conformance.check import CHECKS, Bench, Check, Result, run_check
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.isolated import safe_path
 from sgl_aspects.platforms import current_platform_choice
+from sgl_aspects.plugins import load_plugins
 
+#: Prerequisites of later ones come first.
 GROUPS = (
     "identity",
     "operations",
@@ -27,10 +34,11 @@ GROUPS = (
     "generation",
 )
 
-
 EMBEDDED = "embedded"
 #: By name, since the engines import the kit.
 _ROOMS = "sgl_aspects.engines"
+#: The most seconds of a check's processes.
+_SECONDS = 180.0
 
 
 def selected_checks(only: Sequence[str] = (), *, engine: str = EMBEDDED) -> list[Check]:
@@ -92,3 +100,23 @@ def run_checks(checks: Iterable[Check], *, reference: str = "float64") -> Iterat
             return
         for check in checks:
             yield run_check(check, made[0])
+
+
+def call_in_processes(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
+    """Run ``function(*arguments[i])`` in spawned process ``i``; answers in order. An error of one is raised.
+
+    Such a process runs the platform that SGLANG_PLATFORM chooses. RuntimeError: one died.
+    """
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(len(arguments), multiprocessing.get_context("spawn"), load_plugins)
+    try:
+        with safe_path():  # it starts a process for each
+            calls = [pool.submit(function, *words) for words in arguments]
+        return [call.result(_SECONDS) for call in calls]
+    except BrokenProcessPool:
+        raise RuntimeError("a process of the check died; its output is above") from None
+    finally:
+        pool.shutdown(wait=False)
+        for process in multiprocessing.active_children():
+            if process not in others:  # where one failed, the others may wait for it endlessly
+                process.kill()

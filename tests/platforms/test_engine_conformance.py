@@ -11,8 +11,7 @@ import torch
 from sgl_aspects.conformance import generation
 from sgl_aspects.conformance.check import Bench, BrokenPromiseError
 from sgl_aspects.conformance.in_process import generating
-from sgl_aspects.conformance.reference_model import greedy_in_float64, largest_gap
-from sgl_aspects.conformance.tiny_model import write_tiny_model
+from sgl_aspects.conformance.tiny_model import largest_gap, right_tokens, write_tiny_model
 from sgl_aspects.engines.sglang import conformance
 from sgl_aspects.platforms import current_platform
 from tests.support.answers import MARGIN, greedy, margin
@@ -45,7 +44,6 @@ def test_a_failure_names_the_first_error_and_the_parents(
 
 def test_no_rounding_decides_what_the_kit_generates(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    write_tiny_model(tmp_path)
     with generating(tmp_path) as engine:
         asked = [*generation.prompts(), *engine.prompts()]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
@@ -56,6 +54,6 @@ def test_no_rounding_decides_what_the_kit_generates(tmp_path: Path) -> None:
 def test_a_token_that_is_not_the_best_has_a_gap(tmp_path: Path) -> None:
     """In half precision other tokens may come first, but none far from the best."""
     weights, prompts = write_tiny_model(tmp_path), [[1, 2, 3], [4]]
-    best = greedy_in_float64(weights, prompts, 3)
+    best = right_tokens("float64", tmp_path, weights, prompts, 3)
     assert largest_gap(weights, prompts, best) == 0
     assert largest_gap(weights, prompts, [best[0], [*best[1][:2], (best[1][2] + 1) % 256]]) > 1
