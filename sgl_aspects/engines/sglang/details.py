@@ -37,10 +37,6 @@ def _allocated(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None
     return len(batch.reqs) * int(args[1] if len(args) > 1 else kwargs.get("token_per_req", 1))
 
 
-def _freed(req: Any) -> int:
-    return len(req.origin_input_ids) + len(req.output_ids)
-
-
 def _moved_bytes(transfers: Any) -> int:
     return sum(len(one.host_indices) * one.host_pool.size_per_token for one in transfers)
 
@@ -89,7 +85,8 @@ ROLES = {
         tuple(f"{module}:alloc_for_decode" for module in _ALLOCATION), reads={"tokens": _allocated}
     ),
     "kv_free": Role(
-        ("sglang.srt.mem_cache.common:release_kv_cache",), reads={"tokens": parameter(0, "req", _freed)}
+        ("sglang.srt.mem_cache.common:release_kv_cache",),
+        reads={"tokens": parameter(0, "req", lambda req: len(req.origin_input_ids) + len(req.output_ids))},
     ),
     "attention": Role(
         ("sglang.srt.layers.radix_attention:RadixAttention.forward",),

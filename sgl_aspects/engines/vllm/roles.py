@@ -24,6 +24,8 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _CORE = f"{_ENGINE}.core:EngineCore"
 _ADAPTERS = "vllm.lora.worker_manager:WorkerLoRAManager"
 _KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+#: Native offloading to the host's memory, in each worker.
+_TIERS = "vllm.v1.kv_offload.cpu.gpu_worker:CPUOffloadingWorker"
 _EXECUTOR = "vllm.v1.executor.abstract:Executor+"
 _BEAMS = (
     "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
@@ -49,10 +51,6 @@ def _answers(request: Any) -> int:
 
 
 _search_call = Role((), ("self", "_", "rid:request_id", "params", "lora:lora_request"))
-
-
-def _searcher(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
-    return args[0].engine_client
 
 
 def _search(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
@@ -167,8 +165,11 @@ def _grammar_kind(request: Any) -> str:
     return str(request.structured_output_request.structured_output_key[0].name.lower())
 
 
-def _finish_reason(request: Any) -> str:
-    return str(request.get_finished_reason())
+def _moved_bytes(args: tuple[Any, ...], *_: Any) -> int:
+    """Return the bytes of the device's blocks that an offloading moves, of each group of layers."""
+    sizes = next(blocks.group_sizes for blocks in args[2:] if hasattr(blocks, "group_sizes"))
+    groups = args[0]._load_handler.layer_refs_per_group
+    return sum(size * sum(ref.page_size_bytes for ref in refs) for size, refs in zip(sizes, groups))
 
 
 VLLM = Engine(
@@ -179,7 +180,9 @@ VLLM = Engine(
         # In each API server's process.
         "serve_request": Role((f"{_LLM}.generate",), ("manager:self",), required=True),
         "serve_pooling": Role((f"{_LLM}.encode",), ("manager:self",)),
-        "serve_search": Role(_BEAMS, reads={"manager": _searcher, "request": _search}),
+        "serve_search": Role(
+            _BEAMS, reads={"manager": lambda args, *_: args[0].engine_client, "request": _search}
+        ),
         "submit_request": Role((f"{_ENGINE}.llm_engine:LLMEngine.add_request",), ("manager:self",)),
         "apply_template": Role(("vllm.renderers.base:BaseRenderer+.render_messages_async",)),
         "tokenize_prompt": Role(("vllm.renderers.base:BaseRenderer.tokenize_prompt_async",)),
@@ -204,7 +207,7 @@ VLLM = Engine(
             (f"{_SCHEDULER}._free_request",),
             reads={
                 "req": parameter(1, "request", disaggregation.ended),
-                "finish_reason": parameter(1, "request", _finish_reason),
+                "finish_reason": parameter(1, "request", lambda request: str(request.get_finished_reason())),
             },
         ),
         "verify_draft": Role(
@@ -268,6 +271,8 @@ VLLM = Engine(
                 "hit_tokens": lambda args, kwargs, result=None: result[1] if result else None,
             },
         ),
+        "cache_load": Role((f"{_TIERS}.submit_load",), reads={"bytes": _moved_bytes}),
+        "cache_write_back": Role((f"{_TIERS}.submit_store",), reads={"bytes": _moved_bytes}),
         "kv_alloc": Role((f"{_KV_CACHE}.allocate_slots",), ("_", "_", "tokens:num_new_tokens")),
         "kv_free": Role(
             (f"{_KV_CACHE}.free",),

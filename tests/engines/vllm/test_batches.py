@@ -230,3 +230,12 @@ def test_the_client_s_id_of_an_answer(given: str, expected: str) -> None:
     assert VLLM.reader("request.response_id")(request) == expected
     of_rust = SimpleNamespace(request_id=f"{given}-a2f4ccef")
     assert VLLM.reader("request.response_id")(of_rust) == given
+
+
+def test_an_offloading_moves_the_blocks_of_each_group_of_layers() -> None:
+    layer = SimpleNamespace(page_size_bytes=10)
+    handler = SimpleNamespace(layer_refs_per_group=[[layer, layer], [layer]])
+    worker, device = SimpleNamespace(_load_handler=handler), SimpleNamespace(group_sizes=[3, 2])
+    host = SimpleNamespace(block_ids=[0, 1, 2, 3, 4])
+    assert VLLM.call_reader("cache_load", "bytes")((worker, 1, host, device), {}, None) == 3 * 20 + 2 * 10
+    assert VLLM.call_reader("cache_write_back", "bytes")((worker, 1, device, host), {}, None) == 80
