@@ -63,7 +63,7 @@ class WovenFunction:
         self.applied = False
         self._calls = _Calls()
         self._in_c: Any = None
-        self._signature: _Signature | None = None
+        self._signature: Signature | None = None
         self._taken: dict[str, Any] = OwnDict()
         self._compiled: CompiledChain | None = None
         code = _call_hooks.__code__ if anonymous else original.__code__
@@ -81,7 +81,7 @@ class WovenFunction:
         self.function: Any = self._run
         if not anonymous:
             self._run.__dict__ = Attributes()
-            self._signature = _Signature.of(self._run)
+            self._signature = Signature.of(self._run)
             self.take_attributes(original)
 
     @property
@@ -185,7 +185,7 @@ class WovenFunction:
         return code.replace(**changes)
 
 
-class _Signature(inspect.Signature):
+class Signature(inspect.Signature):
     """The signature of a woven function, read from its original on first access."""
 
     __slots__ = ("_function",)
@@ -193,7 +193,7 @@ class _Signature(inspect.Signature):
     _function: Any
 
     @classmethod
-    def of(cls, function: types.FunctionType) -> _Signature:
+    def of(cls, function: types.FunctionType) -> Signature:
         """Create it without the constructor, which `replace` and pickling call."""
         signature = cls.__new__(cls)
         signature._function = function

@@ -39,8 +39,8 @@ from sgl_aspects.weaving import HookType, Target, Advice, observe, weave
 package, kind = os.environ["HOOKED_PACKAGE"], os.environ["HOOKED_KIND"]
 hooks = {
     "before": lambda *args, **kwargs: None,
-    "after": lambda result, *args, **kwargs: None,
-    "around": lambda original_fn, *args, **kwargs: original_fn(*args, **kwargs),
+    "after": lambda result, /, *args, **kwargs: None,
+    "around": lambda original_fn, /, *args, **kwargs: original_fn(*args, **kwargs),
     "native": lambda proceed, args, kwargs: proceed(args, kwargs),
     "observe": observe("x:y", enter=lambda args, kwargs: None, exit=lambda token, result, error: None).hook,
 }

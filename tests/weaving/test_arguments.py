@@ -175,6 +175,7 @@ def test_the_signature_is_the_targets(engine: Any) -> None:
         with aspects.woven(around(f"engine:{path}")):
             woven = called(engine, path)
             assert (inspect.signature(woven), inspect.getfullargspec(woven)) == bare
+            assert repr(inspect.signature(woven)) == repr(bare[0])
         assert "__signature__" not in vars(getattr(engine, path.split(".")[0]))
 
 
