@@ -25,8 +25,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from benchmarks.load import ENGINES, Load, make_device, serving
+from benchmarks.receiver import receiver
 from benchmarks.turns import interval
 from tests.support.distributions import install_plugin
 
@@ -139,11 +141,10 @@ def main() -> None:
     parser.add_argument("--methods", action="store_true", help="print the time added to each woven method")
     given = parser.parse_args()
     device = make_device(given.device, largest_batch=max(given.sizes))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, receiver() as url:
         exchange = Exchange(Path(folder))
-        with serving(
-            given.engine, given.model, device, exchange.environment, given.options, level=3
-        ) as server:
+        settings: Any = {"url": url, "level": 3, "environment": exchange.environment}
+        with serving(given.engine, given.model, device, given.options, **settings) as server:
             print(HEADER, flush=True)
             for size in given.sizes:
                 with Load(server, device).at_work(size):

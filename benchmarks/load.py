@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.receiver import receiver
 from benchmarks.turns import step_aside
 from sgl_aspects.cli.models import ensure_model
 from tests.support import sglang_server, vllm_server
@@ -70,7 +69,7 @@ class Load:
         def ask() -> None:
             step_aside()  # of Linux' threads each has its own priority
             while not is_over.is_set():
-                for _ in self._answer(size, self._device.tokens):
+                for _ in self.answer(size, self._device.tokens):
                     if is_over.is_set():
                         break
 
@@ -82,7 +81,7 @@ class Load:
             is_over.set()
             asking.join()
 
-    def _answer(self, size: int, tokens: int) -> Iterator[bytes]:
+    def answer(self, size: int, tokens: int) -> Iterator[bytes]:
         body = {
             "model": "mini",
             "prompt": [f"the quick brown fox {number}" for number in range(size)],
@@ -102,26 +101,27 @@ def serving(
     engine: str,
     model: Path | None,
     device: Device,
-    plugin: dict[str, str],
     more: Sequence[str] = (),
-    level: int = 4,
+    *,
+    url: str,
+    level: int,
+    environment: dict[str, str],
 ) -> Iterator[EngineServer]:
-    """A server traced at ``level``, whose spans go to a receiver on loopback.
+    """A server traced at ``level``, whose spans go to the :mod:`.receiver` at ``url``, under "ours".
 
     :param model: its folder; None: SmolLM2's, made here.
-    :param plugin: the environment of the plugin that measures.
     :param more: options of the engine's own.
+    :param level: 0: nothing is woven.
     """
-    with tempfile.TemporaryDirectory() as name, receiver() as url:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = {
-            **plugin,
             **device.environment,
-            "SGL_ASPECTS_TRACE": str(level),
+            **({"SGL_ASPECTS_TRACE": str(level)} if level else {}),
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"{url}/ours",
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
             "OTEL_BSP_SCHEDULE_DELAY": "500",
-            "SGLANG_TRACE_LEVEL": "0",
+            **environment,
         }
         start = vllm_server.serve
         if engine == "sglang":
