@@ -317,6 +317,9 @@ class _Collected:
                 if namespace(owner) is referrer and _own_hash(owner) is not None:
                     _replace_attributes(owner, self._new)
                     return
+                is_own = is_a(owner, types.FunctionType) and owner.__kwdefaults__ is referrer
+                if is_own and self._new(owner) is not owner:
+                    return  # a function gets itself, to change its own code, as networkx's decorators do
         if is_a(referrer, tuple):
             _replace_attributes(referrer, self._new)
             accounted = _replace_tuple(referrer, owners, self._new)
