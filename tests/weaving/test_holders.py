@@ -249,3 +249,22 @@ def test_a_key_within_a_tuple_is_left_as_it_is_and_named(one: Any) -> None:
         assert table[own, 1] == "found"
         (stale,) = aspects.report().stale
         assert "Key, whose hash depends on it, in a tuple of 2" in stale.holder
+
+
+def test_a_function_that_gives_itself_new_code_when_called_is_hooked(engine: Any) -> None:
+    def compiled() -> str:
+        return "compiled"
+
+    def compile_and_call(*, own: Any = None) -> str:
+        own.__code__ = own.__wrapped__.__code__
+        return str(own())
+
+    compile_and_call.__kwdefaults__ = {"own": compile_and_call}
+    vars(compile_and_call)["__wrapped__"] = compiled
+    vars(engine)["lazy"] = compile_and_call
+    calls: list[str] = []
+    with aspects.woven(aspects.before("engine:lazy")(lambda: calls.append("hooked"))):
+        assert [engine.lazy(), engine.lazy()] == ["compiled", "compiled"]
+        assert aspects.report().stale == ()
+    assert engine.lazy is compile_and_call
+    assert calls == ["hooked", "hooked"]

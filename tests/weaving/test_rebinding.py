@@ -603,25 +603,6 @@ def test_what_cannot_be_reached_is_named(engine: Any, name: str) -> None:
 # -- patches of other code ------------------------------------------------------------------------------
 
 
-def test_a_function_that_gives_itself_new_code_when_called_is_hooked(engine: Any) -> None:
-    def compiled() -> str:
-        return "compiled"
-
-    def compile_and_call(*, own: Any = None) -> str:
-        own.__code__ = own.__wrapped__.__code__
-        return str(own())
-
-    compile_and_call.__kwdefaults__ = {"own": compile_and_call}
-    vars(compile_and_call)["__wrapped__"] = compiled
-    vars(engine)["lazy"] = compile_and_call
-    calls: list[str] = []
-    with aspects.woven(aspects.before("engine:lazy")(lambda: calls.append("hooked"))):
-        assert [engine.lazy(), engine.lazy()] == ["compiled", "compiled"]
-        assert aspects.report().stale == ()
-    assert engine.lazy is compile_and_call
-    assert calls == ["hooked", "hooked"]
-
-
 def test_a_patch_on_top_stays_when_ours_goes(engine: Any) -> None:
     original = engine.f
     handle = aspects.weave(around("engine:f", hooked))
