@@ -1,6 +1,6 @@
-"""An engine's own tracing beside ours: what each adds to the time between two tokens, as a client sees it.
+"""SGLang's own tracing beside ours: what each adds to the time between two tokens, as a client sees it.
 
-    python -m benchmarks.own_tracing --device cuda --model FOLDER [--engine vllm] [--sizes 1 16 64]
+    python -m benchmarks.own_tracing --device cuda --model FOLDER [--sizes 1 16 64]
 
 Each subject is a server of its own on the same device. In each round all of them answer the same requests, in
 random order; the others are suspended meanwhile. The figures are the medians of the rounds' ratios to the
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.load import ENGINES, Device, Load, make_device, serving
+from benchmarks.load import Device, Load, make_device, serving
 from benchmarks.receiver import counted, receiver
 from benchmarks.turns import interval
 from tests.support.engine_server import EngineServer
@@ -38,13 +38,10 @@ class Subject(NamedTuple):
     receives: str = ""
 
 
-def subjects(engine: str, url: str) -> dict[str, Subject]:
+def subjects(url: str) -> dict[str, Subject]:
     """Return them by name, first the one that all are compared with."""
     endpoint = ("--otlp-traces-endpoint", f"{url}/theirs/v1/traces")
     found = {"untraced": Subject(), "nothing": Subject(), "ours, level 3": Subject(3, receives="ours")}
-    if engine == "vllm":
-        found["vLLM's own"] = Subject(options=endpoint, receives="theirs")
-        return found
     own = Subject(options=("--enable-trace", *endpoint), receives="theirs")
     asynchronous = own._replace(environment={"SGLANG_TRACE_ASYNC": "1"})
     return {**found, "--enable-trace": own, "with SGLANG_TRACE_ASYNC=1": asynchronous}
@@ -70,8 +67,6 @@ def step(server: EngineServer, device: Device, size: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.own_tracing")
     parser.add_argument("--model", type=Path, help="the folder of a model; SmolLM2 is made otherwise")
-    parser.add_argument("--engine", choices=ENGINES, default="sglang")
-    parser.add_argument("options", nargs="*", help="more of the engine's own options, after --")
     parser.add_argument("--device", default="cpu", help="cpu, or one that SGLang's own platform drives")
     parser.add_argument("--sizes", type=int, nargs="+", default=(1, 16, 64), help="requests in a batch")
     parser.add_argument("--rounds", type=int, default=15)
@@ -80,11 +75,10 @@ def main() -> None:
     with ExitStack() as stack:
         url = stack.enter_context(receiver())
         servers: dict[str, EngineServer] = {}
-        wanted = subjects(given.engine, url)
+        wanted = subjects(url)
         for name, subject in wanted.items():
             settings: Any = {"url": url, "level": subject.level, "environment": subject.environment}
-            options = (*given.options, *subject.options)
-            started = serving(given.engine, given.model, device, options, **settings)
+            started = serving("sglang", given.model, device, subject.options, **settings)
             servers[name] = stack.enter_context(started)
             stack.callback(_tell, servers[name], signal.SIGCONT)
             step(servers[name], device, max(given.sizes))
