@@ -19,11 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import psutil
-
 from benchmarks.load import Device, Load, make_device, serving
 from benchmarks.receiver import counted, receiver
-from benchmarks.turns import interval
+from benchmarks.turns import interval, signal_all
 from tests.support.engine_server import EngineServer
 
 TOKENS = 200
@@ -47,20 +45,14 @@ def subjects(url: str) -> dict[str, Subject]:
     return {**found, "--enable-trace": own, "with SGLANG_TRACE_ASYNC=1": asynchronous}
 
 
-def _tell(server: EngineServer, number: int) -> None:
-    main = psutil.Process(server.process.pid)
-    for process in (main, *main.children(recursive=True)):
-        process.send_signal(number)
-
-
 def step(server: EngineServer, device: Device, size: int) -> float:
     """Return the seconds between two tokens of ``size`` streamed answers."""
-    _tell(server, signal.SIGCONT)
+    signal_all(server.process.pid, signal.SIGCONT)
     try:
         chunks = (line for line in Load(server, device).answer(size, TOKENS) if line.startswith(b"data: {"))
         times = [time.perf_counter() for _ in chunks]
     finally:
-        _tell(server, signal.SIGSTOP)
+        signal_all(server.process.pid, signal.SIGSTOP)
     return (times[-1] - times[len(times) // 5]) / (0.8 * TOKENS)  # the first fifth includes the prompts
 
 
@@ -80,7 +72,7 @@ def main() -> None:
             settings: Any = {"url": url, "level": subject.level, "environment": subject.environment}
             started = serving("sglang", given.model, device, subject.options, **settings)
             servers[name] = stack.enter_context(started)
-            stack.callback(_tell, servers[name], signal.SIGCONT)
+            stack.callback(signal_all, servers[name].process.pid, signal.SIGCONT)
             step(servers[name], device, max(given.sizes))
         print("\n| batch | a step | subject | added to a step |\n| ---: | ---: | --- | --- |", flush=True)
         for size in given.sizes:

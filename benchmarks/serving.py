@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from benchmarks.turns import signal_all
 from tests.support import sglang_server
 from tests.support.engine_server import EngineServer
 from tests.support.http_server import Server, serving
@@ -114,15 +113,11 @@ def _sglang(model: Path, python: Path, logs: Path) -> Iterator[Subject]:
 @contextmanager
 def _resting(server: Server | EngineServer) -> Iterator[Subject]:
     """The server as a subject, suspended while another is measured: an idle SGLang scheduler spins."""
-    main = psutil.Process(server.process.pid)
+    main = server.process.pid
     name = server.model if isinstance(server, Server) else "mini"
 
-    def send(number: int) -> None:
-        for process in (main, *main.children(recursive=True)):
-            process.send_signal(number)
-
     def measure(prompts: list[str]) -> Measured:
-        send(signal.SIGCONT)
+        signal_all(main, signal.SIGCONT)
         try:
             with ThreadPoolExecutor(len(prompts)) as pool:
                 start = time.perf_counter()
@@ -130,14 +125,14 @@ def _resting(server: Server | EngineServer) -> Iterator[Subject]:
                 took = time.perf_counter() - start
             return Measured(len(prompts) * TOKENS / took, statistics.mean(firsts))
         finally:
-            send(signal.SIGSTOP)
+            signal_all(main, signal.SIGSTOP)
 
     _stream(server.port, name, "warm up")
-    send(signal.SIGSTOP)
+    signal_all(main, signal.SIGSTOP)
     try:
         yield measure
     finally:
-        send(signal.SIGCONT)
+        signal_all(main, signal.SIGCONT)
 
 
 def _stream(port: int, model: str, prompt: str) -> float:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from statistics import median
 
+import psutil
+
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
     """The median between the bounds of its 95 % confidence interval: a median's are two of the values."""
@@ -21,6 +23,13 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
         inside, rank = inside - chance, rank + 1
     low = max(rank - 1, 0)
     return ordered[low], median(values), ordered[count - 1 - low]
+
+
+def signal_all(process_id: int, number: int) -> None:
+    """Send a signal to a server's process and its children: one that waits is suspended, for it may spin."""
+    main = psutil.Process(process_id)
+    for process in (main, *main.children(recursive=True)):
+        process.send_signal(number)
 
 
 def step_aside() -> None:
