@@ -163,9 +163,10 @@ class Exchange:
         """Read the file: which variants, of which batch, for how many seconds."""
         wanted = json.loads(self._path.read_text())
         self._methods = self._methods or watched_methods(self._scheduler.package)
-        if not any(method.name.endswith(self._scheduler.level_3) for method in self._methods):
-            raise RuntimeError(f"no forward pass is traced; woven: {[one.name for one in self._methods]}")
         self._names, self._size = ["off", *wanted["variants"]], wanted["size"]
+        is_forward = [method.name.endswith(self._scheduler.level_3) for method in self._methods]
+        if "level 3" in self._names and not any(is_forward):
+            raise RuntimeError(f"no forward pass is traced; woven: {[one.name for one in self._methods]}")
         # The variant, nanoseconds of a step, and those added to each woven method.
         self._steps: list[tuple[str, int, list[int]]] = []
         self._name, self._left, self._before = "off", 0, 0
@@ -192,7 +193,7 @@ class Exchange:
     def _change(self, name: str) -> None:
         self._name, self._left = name, random.randrange(4, 9)
         for method in self._methods:
-            is_on = name == "level 3" or (
+            is_on = name == self._names[-1] or (
                 name == "level 2" and not method.name.endswith(self._scheduler.level_3)
             )
             run = method.on if is_on else method.off
@@ -203,7 +204,7 @@ class Exchange:
 
     def _finish(self) -> None:
         self._until = 0
-        self._change("level 3")
+        self._change(self._names[-1])
         made = self._path.with_suffix(".made")
         report = {"methods": [method.name for method in self._methods], "steps": self._steps}
         made.with_suffix(".new").write_text(json.dumps(report))

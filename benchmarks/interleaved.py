@@ -3,9 +3,9 @@
     python -m benchmarks.interleaved --device cuda --model FOLDER [--sizes 1 16 64] [--seconds 60]
     python -m benchmarks.interleaved --engine vllm --model FOLDER
 
-The speed of a shared host changes by more than the budget within seconds. So one server stays at level 3, and
-every 4 to 8 steps the woven methods run other code (:mod:`.exchange`): the engine's own ("off"), that of
-level 2, or all.
+The speed of a shared host changes by more than the budget within seconds. So one server stays at its level
+(--level, 3), and every 4 to 8 steps the woven methods run other code (:mod:`.exchange`): the engine's own
+("off"), that of level 2, or all.
 
 There are two figures. "added" is timed around each woven method and inside of it, between the engine's own
 work with its cold caches: woven functions, observers, the device's events. "step" is the increase of a step's
@@ -50,7 +50,10 @@ class Exchange:
         self.environment = {"PYTHONPATH": path, "EXCHANGE": str(self._file)}
 
     def measure(self, size: int, variants: Sequence[str], seconds: float) -> Steps:
-        """Return steps of ``size`` requests: the variant, nanoseconds, and those added to each method."""
+        """Return steps of ``size`` requests: the variant, nanoseconds, and those added to each method.
+
+        The last of ``variants`` is all that is woven.
+        """
         self._file.write_text(json.dumps({"size": size, "variants": variants, "seconds": seconds}))
         made = self._file.with_suffix(".made")
         made.unlink(missing_ok=True)
@@ -136,27 +139,28 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="more of the engine's own options, after --")
     parser.add_argument("--device", default="cuda", help="one that SGLang's own platform drives")
     parser.add_argument("--sizes", type=int, nargs="+", default=(1, 16, 64), help="requests in a batch")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--level", type=int, choices=(2, 3), default=3, help="of the server")
     parser.add_argument("--seconds", type=float, default=60, help="for each size")
     parser.add_argument("--methods", action="store_true", help="print the time added to each woven method")
     given = parser.parse_args()
     device = make_device(given.device, largest_batch=max(given.sizes))
     with tempfile.TemporaryDirectory() as folder, receiver() as url:
         exchange = Exchange(Path(folder))
-        settings: Any = {"url": url, "level": 3, "environment": exchange.environment}
+        settings: Any = {"url": url, "level": given.level, "environment": exchange.environment}
+        variants = VARIANTS[: given.level]
         with serving(given.engine, given.model, device, given.options, **settings) as server:
             print(HEADER, flush=True)
             for size in given.sizes:
                 with Load(server, device).at_work(size):
                     time.sleep(2)
                     try:
-                        measured = exchange.measure(size, given.variants, given.seconds)
+                        measured = exchange.measure(size, variants, given.seconds)
                     except (TimeoutError, OSError):
                         print(server.log.read_text()[-20000:])
                         raise
-                print("\n".join(rows(measured, size, given.variants)), flush=True)
+                print("\n".join(rows(measured, size, variants)), flush=True)
                 if given.methods:
-                    print("\n".join(by_method(measured, exchange.methods, given.variants)), flush=True)
+                    print("\n".join(by_method(measured, exchange.methods, variants)), flush=True)
 
 
 if __name__ == "__main__":
