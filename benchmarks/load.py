@@ -92,7 +92,10 @@ class Load:
         }
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        yield from connection.getresponse()
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"HTTP {response.status}: {response.read()!r}; log: {self.server.log}")
+        yield from response
         connection.close()
 
 

@@ -317,12 +317,16 @@ def _check(what: str, name: str, names: Iterable[str]) -> None:
     raise ConfigError(f"{name!r} is not a known {what}; {choices} (see {__name__})")
 
 
+WITHOUT_STEPS = 0
+
+
 @dataclass
 class Observation:
     """The advice for the function in ``role``; reports name it after its class.
 
     ``enter(args, kwargs) -> token``, ``exit(token, result, error)``; None: not called. ``level``: the lowest
     trace level at which it is woven. Levels 1 and 2 are always woven: one of them detects level changes.
+    ``WITHOUT_STEPS``: as level 3, and always in a process where no step has run.
     ``caller``: what calls them in C where they are the only hooks of a function.
     """
 

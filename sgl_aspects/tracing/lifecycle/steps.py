@@ -191,6 +191,12 @@ class StepTracker(native.Tracker):
             self.on_asked()
         return level
 
+    def meet_pass(self) -> None:
+        """Note that forward passes run in this process; below level 3 the next step removes their hook."""
+        self.has_passes = True
+        if self.level < 3:
+            self.level = 0  # unlike the recorder's: see begin()
+
     def begin_unrecorded(self, batch: Any) -> Step:
         """Return a placeholder for a batch whose step is not recorded but whose result is awaited."""
         step = self.running = Step(self._nowhere, layout.OPEN_STEPS_WORD)

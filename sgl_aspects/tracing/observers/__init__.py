@@ -15,7 +15,7 @@ from typing import Any
 import sgl_aspects as aspects
 from sgl_aspects import config
 from sgl_aspects.engines import Engine, Role, find_engines
-from sgl_aspects.engines.contract import Observation
+from sgl_aspects.engines.contract import WITHOUT_STEPS, Observation
 from sgl_aspects.tracing.context import OpenSpan, add_source, bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.detail import DetailObserver
@@ -83,7 +83,7 @@ def _weave_engine(
     forward = ForwardObserver(trackers)
     drafts = DraftObserver(trackers, forward)
     own = [*_observations(trackers), *forward.observations(), *drafts.observations()]
-    woven = WovenLevels(engine, own)
+    woven = WovenLevels(trackers, own)
     undo += [forward.worker.flush, woven.remove, trackers.steps.flush]
     if isinstance(recorder, RingRecorder):  # others have no control block to ask in
         undo.append(ProfileObserver(trackers, recorder, forward.worker, woven.weave).remove)
@@ -95,18 +95,20 @@ def _weave_engine(
 class WovenLevels:
     """The observations of one engine, woven by level."""
 
-    def __init__(self, engine: Engine, observations: list[Observation]) -> None:
+    def __init__(self, trackers: Trackers, observations: list[Observation]) -> None:
+        self._engine, self._steps = trackers.engine, trackers.steps
         self._advices: dict[int, list[aspects.Advice]] = {}
         self._missing: set[str] = set()
-        self._engine = engine
         self._woven: set[int] = set()
-        for level in (_ALWAYS, 3, 4):
-            own = [one for one in observations if max(one.level, _ALWAYS) == level]
-            self._advices[level] = [*_advices(engine.every_role, own, self._log_missing)]
+        for level in (WITHOUT_STEPS, _ALWAYS, 3, 4):
+            own = [one for one in observations if (one.level and max(one.level, _ALWAYS)) == level]
+            self._advices[level] = [*_advices(self._engine.every_role, own, self._log_missing)]
 
     def set_level(self, level: int) -> None:
         """Weave the observations of ``level``, and remove those above it: each in one search of the heap."""
         wanted = {own for own in self._advices if own <= max(level, _ALWAYS)}
+        if level < 3 and self._steps.has_passes:
+            wanted.remove(WITHOUT_STEPS)
         self._change(wanted - self._woven, aspects.weave)
         self._change(self._woven - wanted, _remove)
         self._woven = wanted

@@ -12,7 +12,7 @@ import logging
 from time import monotonic_ns
 from typing import Any
 
-from sgl_aspects.engines.contract import Observation
+from sgl_aspects.engines.contract import WITHOUT_STEPS, Observation
 from sgl_aspects.tracing.lifecycle import Step, StepTracker, Trackers
 from sgl_aspects.tracing.observers.worker import WorkerPasses
 from sgl_aspects.tracing.record import native
@@ -81,7 +81,7 @@ class ForwardObserver(native.ForwardPath):
 
     def observations(self) -> list[Observation]:
         # In a process without steps it detects changes of the level.
-        level = 1 if self.is_joined else 3
+        level = WITHOUT_STEPS if self.is_joined else 3
         enter, leave, launch, launched, decided = (
             (self._enter, self._exit, self._launch_enter, self._launch_exit, self._graph_mode_exit)
             if native.compiled is None
@@ -102,7 +102,8 @@ class ForwardObserver(native.ForwardPath):
         step = self.tracker.running
         if step is None and self.is_joined:
             return self.worker.forward_enter(args, kwargs)
-        self.tracker.has_passes |= step is not None
+        if step is not None and not self.tracker.has_passes:
+            self.tracker.meet_pass()
         if step is None or not step.id or self.step is not None or self.tracker.level < 3:
             return None
         runner = self._runner(args, kwargs)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sgl_aspects.engines import VLLM
+from sgl_aspects.engines.base import Role
 from sgl_aspects.engines.vllm.batch import shared_id
 from sgl_aspects.engines.vllm.scheduler import Scheduled
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.context import trace_id_of_root
 from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers import WovenLevels
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS
@@ -239,3 +243,42 @@ def test_an_offloading_moves_the_blocks_of_each_group_of_layers() -> None:
     host = SimpleNamespace(block_ids=[0, 1, 2, 3, 4])
     assert VLLM.call_reader("cache_load", "bytes")((worker, 1, host, device), {}, None) == 3 * 20 + 2 * 10
     assert VLLM.call_reader("cache_write_back", "bytes")((worker, 1, device, host), {}, None) == 80
+
+
+def test_below_level_3_a_forward_pass_has_a_hook_only_where_no_step_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker detects there that the level has changed; a step's own process has its scheduler for it."""
+
+    class Passes(ModuleType):
+        class Runner:
+            def execute_model(self, scheduler_output: Any) -> None: ...
+
+        class Executor:
+            def execute_model(self, scheduler_output: Any) -> object:
+                Passes.Runner().execute_model(scheduler_output)
+                return scheduler_output
+
+    monkeypatch.setitem(sys.modules, "passes", Passes("passes"))
+    of_batch = "batch:scheduler_output"
+    roles = {
+        "run_batch": Role(("passes:Executor.execute_model",), ("_", of_batch)),
+        "forward": Role(("passes:Runner.execute_model",), ("model_runner:self", of_batch)),
+    }
+    original = Passes.Runner.execute_model
+    recorder = RingRecorder(str(tmp_path))
+    recorder.open()
+    recorder.steps.words[layout.WORD_LEVEL] = 2
+    trackers = Trackers.of(dataclasses.replace(VLLM, roles={**VLLM.roles, **roles}), recorder, DEFAULTS)
+    observers = StepObserver(trackers), ForwardObserver(trackers)
+    woven = WovenLevels(trackers, [one for each in observers for one in each.observations()])
+    trackers.steps.on_level = woven.set_level
+    woven.set_level(2)
+    is_hooked = []
+    for number, level in enumerate((2, 2, 2, 3, 2, 2)):
+        recorder.steps.words[layout.WORD_LEVEL] = level
+        Passes.Executor().execute_model(batch(cached={"a": (5 + number, 1 + number)}))
+        is_hooked.append(Passes.Runner.execute_model is not original)
+    woven.remove()
+    recorder.close()
+    assert is_hooked == [True, False, False, True, False, False]

@@ -414,8 +414,9 @@ static PyObject *s_schedule_exit, *s_run_enter, *s_run_exit, *s_process_enter, *
 static PyObject *s_read_late, *s_forward_enter, *s_forward_exit, *s_launch_enter, *s_mode_exit;
 
 static PyObject *
-StepPath_schedule_enter(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
+StepPath_schedule_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
 {
+    __builtin_prefetch(((StepPath *)object)->tracker); /* for its exit */
     return PyLong_FromUnsignedLongLong(now_ns());
 }
 
@@ -651,6 +652,10 @@ process_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     replace(&tracker->running, (PyObject *)step);
     replace(&step->batch, args[self->processed_at]);
     replace(&step->result, args[self->processing_at]);
+    /* What its exit reads, since caches are cold: it comes while the engine works. */
+    __builtin_prefetch(self->slots);
+    __builtin_prefetch(self->requests);
+    __builtin_prefetch(tracker->spare);
     return (PyObject *)step;
 }
 
@@ -794,9 +799,8 @@ forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     if (tracker == NULL)
         return OTHER_CASE;
     Step *step = (Step *)tracker->running;
-    if (is_none((PyObject *)step) && self->is_joined)
-        return OTHER_CASE; /* the step may run in another process */
-    tracker->has_passes |= !is_none((PyObject *)step);
+    if (is_none((PyObject *)step) ? self->is_joined : !tracker->has_passes)
+        return OTHER_CASE; /* the step may run in another process, or has its first pass here */
     if (is_none((PyObject *)step) || !step->id || !is_none(self->step) || tracker->level < 3)
         Py_RETURN_NONE;
     if (!is_step((PyObject *)step) || count <= self->runner_at || args[self->runner_at] != self->met_runner
