@@ -11,17 +11,9 @@ from sgl_aspects.platforms import current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
 
 _HELPERS = "sglang.srt.utils.common"
+_SAME = ("is_cuda", "is_npu", "is_xpu", "is_hpu", "is_musa", "is_mps", "is_cuda_alike")
 #: Helper → query.
-GUARDS = {
-    f"{_HELPERS}:is_cuda": "is_cuda",
-    f"{_HELPERS}:is_hip": "is_rocm",
-    f"{_HELPERS}:is_npu": "is_npu",
-    f"{_HELPERS}:is_xpu": "is_xpu",
-    f"{_HELPERS}:is_hpu": "is_hpu",
-    f"{_HELPERS}:is_musa": "is_musa",
-    f"{_HELPERS}:is_mps": "is_mps",
-    f"{_HELPERS}:is_cuda_alike": "is_cuda_alike",
-}
+GUARDS = {f"{_HELPERS}:is_hip": "is_rocm", **{f"{_HELPERS}:{name}": name for name in _SAME}}
 
 
 def attach() -> None:

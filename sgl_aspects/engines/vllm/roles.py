@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from sgl_aspects.engines.base import Engine, Outcome, Role, parameter, returned
+from sgl_aspects.engines.base import CallReader, Engine, Outcome, Role, parameter, returned
 from sgl_aspects.engines.device import platform_of
 from sgl_aspects.engines.vllm import batch, disaggregation, processes
 
@@ -24,8 +24,8 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _CORE = f"{_ENGINE}.core:EngineCore"
 _ADAPTERS = "vllm.lora.worker_manager:WorkerLoRAManager"
 _KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
-#: Native offloading to the host's memory, in each worker.
-_TIERS = "vllm.v1.kv_offload.cpu.gpu_worker:CPUOffloadingWorker"
+#: Offloading to the host's memory, in each worker: ``CPUOffloadingWorker`` and ``SimpleCPUOffloadWorker``.
+_TIERS = "vllm.v1.*kv_offload.**:*CPUOffload*Worker"
 _EXECUTOR = "vllm.v1.executor.abstract:Executor+"
 _BEAMS = (
     "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
@@ -139,6 +139,11 @@ class _Outputs(NamedTuple):
             )
             yield output.request_id, self._reason(output), len(output.new_token_ids), prompt, cached
 
+    def tiers(self, index: int) -> tuple[int, None] | None:
+        """Return the cached tokens that a connector brought: to the host's memory, of most."""
+        stats = [*self.outputs][index].prefill_stats
+        return stats and (stats.num_external_cached_tokens, None)
+
     def _reason(self, output: Any) -> str | None:
         if output.finish_reason is not None:
             return str(output.finish_reason)
@@ -165,11 +170,23 @@ def _grammar_kind(request: Any) -> str:
     return str(request.structured_output_request.structured_output_key[0].name.lower())
 
 
-def _moved_bytes(args: tuple[Any, ...], *_: Any) -> int:
-    """Return the bytes of the device's blocks that an offloading moves, of each group of layers."""
-    sizes = next(blocks.group_sizes for blocks in args[2:] if hasattr(blocks, "group_sizes"))
-    groups = args[0]._load_handler.layer_refs_per_group
-    return sum(size * sum(ref.page_size_bytes for ref in refs) for size, refs in zip(sizes, groups))
+def _moved_bytes(position: int, name: str, blocks: str) -> CallReader:
+    """Return a reader of the bytes of the device's blocks that an offloading moves, of each group of layers.
+
+    ``position``, ``name``: the parameter that has them; ``blocks``: the attribute of the simple connector's
+    metadata, whose function is also called where there is nothing to move.
+    """
+    of_device = parameter(position, name)
+
+    def read(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
+        worker = args[0]
+        if hasattr(worker, "_connector_metadata"):
+            count = len(getattr(worker._connector_metadata, blocks))
+            return count * sum(int(cache[0].nbytes) for cache in worker.gpu_kv_caches.values())
+        sizes, groups = of_device(args, kwargs).group_sizes, worker._load_handler.layer_refs_per_group
+        return sum(size * sum(ref.page_size_bytes for ref in refs) for size, refs in zip(sizes, groups))
+
+    return read
 
 
 VLLM = Engine(
@@ -271,8 +288,13 @@ VLLM = Engine(
                 "hit_tokens": lambda args, kwargs, result=None: result[1] if result else None,
             },
         ),
-        "cache_load": Role((f"{_TIERS}.submit_load",), reads={"bytes": _moved_bytes}),
-        "cache_write_back": Role((f"{_TIERS}.submit_store",), reads={"bytes": _moved_bytes}),
+        # submit_load, start_load_kv; submit_store, wait_for_save
+        "cache_load": Role(
+            (f"{_TIERS}.s*t_load*",), reads={"bytes": _moved_bytes(3, "dst_spec", "load_gpu_blocks")}
+        ),
+        "cache_write_back": Role(
+            (f"{_TIERS}.*it_*or*e",), reads={"bytes": _moved_bytes(2, "src_spec", "store_gpu_blocks")}
+        ),
         "kv_alloc": Role((f"{_KV_CACHE}.allocate_slots",), ("_", "_", "tokens:num_new_tokens")),
         "kv_free": Role(
             (f"{_KV_CACHE}.free",),
@@ -295,11 +317,8 @@ VLLM = Engine(
         "request.choice_count": _choice_count,
         "request.stream": _streams,
         "request.received_ns": _received_ns,
-        "request.max_tokens": _sampling("max_tokens"),
-        "request.temperature": _sampling("temperature"),
-        "request.top_p": _sampling("top_p"),
+        **{f"request.{name}": _sampling(name) for name in ("max_tokens", "temperature", "top_p", "seed")},
         "request.top_k": _top_k,
-        "request.seed": _sampling("seed"),
         "request.frequency_penalty": lambda request: _sampling("frequency_penalty")(request) or None,
         "request.presence_penalty": lambda request: _sampling("presence_penalty")(request) or None,
         "request.stop_sequences": lambda request: _sampling("stop")(request) or None,
@@ -310,6 +329,7 @@ VLLM = Engine(
         "tokenized.count": _tokenized_count,
         "outputs.each": _Outputs.each,
         "outputs.new": _Outputs.new,
+        "outputs.tiers": lambda place: place[0].tiers(place[1]),
         "message.rid": "request_id",
         "message.prompt_tokens": "num_prompt_tokens",
         "req.rid": lambda req: req if isinstance(req, str) else req.request_id,

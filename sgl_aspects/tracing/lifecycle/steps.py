@@ -96,6 +96,7 @@ class StepTracker(native.Tracker):
     step being launched or processed. ``finishing``: a request may have ended since the latest result.
     ``untimed``: the number of graph replays between two whose device time is read. ``has_passes``: the steps'
     forward passes run in this process, so that no other needs to derive their ids.
+    ``remote``: where steps run in another process, the step of the latest pass here, and its open span.
     ``on_level`` is called once, before a step, when the recorder's level has changed; ``on_asked`` when a
     command asks something.
     """
@@ -111,6 +112,7 @@ class StepTracker(native.Tracker):
     def __init__(self, recorder: Recorder, measures: bool = False) -> None:
         self.schedule_start = self.schedule_end = self.group = self.mode_text = self.untimed = 0
         self.running = self.steps = None
+        self.remote = 0, 0
         self.level = recorder.level
         self.finishing = self.has_passes = False
         self.on_level: Callable[[int], None] | None = None
@@ -174,7 +176,9 @@ class StepTracker(native.Tracker):
         step.id, step.batch, step.child = step_id, batch, layout.CHILD_RUN_BATCH
         self.running = step
         if self.details:
-            self._write_details(step, start)
+            if step_id:
+                self._announce(step)
+            self.write_details(step_id, start)
         return step
 
     def follow_level(self, word: int) -> int:
@@ -366,7 +370,9 @@ class StepTracker(native.Tracker):
     def parent_of_detail(self) -> tuple[int, int]:
         """Return the running step and its open span; zeros outside a step."""
         step = self.running
-        if step is None or not step.id:
+        if step is None:
+            return self.remote
+        if not step.id:
             return 0, 0
         if not step.is_announced:
             self._announce(step)
@@ -403,15 +409,13 @@ class StepTracker(native.Tracker):
         """Drop the kept details, or those that began before this time: there was no step for them."""
         self.details = [] if before is None else [each for each in self.details if each[1] >= before]
 
-    def _write_details(self, step: Step, schedule_start: int) -> None:
+    def write_details(self, step_id: int, schedule_start: int = 0) -> None:
+        """Write the kept details below a step that has been announced; 0: it is not recorded."""
         details, self.details = self.details, []
-        if not step.id:
-            return
-        self._announce(step)
-        schedule_id = layout.child_id(step.id, layout.CHILD_SCHEDULE)
-        for write, start_ns, end_ns, values, problem in details:
-            parent_id = schedule_id if schedule_start and start_ns >= schedule_start else step.id
-            write(self._recorder.new_id(), step.id, parent_id, start_ns, end_ns, values, problem)
+        schedule_id = layout.child_id(step_id, layout.CHILD_SCHEDULE)
+        for write, start_ns, end_ns, values, problem in details if step_id else ():
+            parent_id = schedule_id if schedule_start and start_ns >= schedule_start else step_id
+            write(self._recorder.new_id(), step_id, parent_id, start_ns, end_ns, values, problem)
 
     def _meet(self, steps: OpenSteps) -> OpenSteps:
         """Switch to the recorder's current file: at the start, after a fork, at the end."""

@@ -10,7 +10,7 @@ from sgl_aspects.engines.contract import ROLES, Observation
 from sgl_aspects.tracing.context import Opened, leave
 from sgl_aspects.tracing.lifecycle import StepTracker, Trackers
 from sgl_aspects.tracing.records import AttributeValue, error_type
-from sgl_aspects.tracing.schema import DETAILS
+from sgl_aspects.tracing.schema import DETAILS, KV_BYTES
 
 
 class DetailObserver:
@@ -34,6 +34,7 @@ class _Detail:
         self._tracker: StepTracker = trackers.steps
         self._type = DETAILS[role]
         self._write = trackers.recorder.spans(self._type)
+        self._moves = KV_BYTES in self._type.attributes
         self._readers = [trackers.engine.call_reader(role, argument) for argument in ROLES[role]]
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -51,6 +52,8 @@ class _Detail:
         if step_id:
             leave(opened)
         values = [_read(read, args, kwargs, result) for read in self._readers]
+        if self._moves and values[-1] == 0:
+            return  # a function that is called in each step found nothing to move
         if step_id:
             self._write(span_id, step_id, parent_id, start_ns, end_ns, values, problem)
         else:

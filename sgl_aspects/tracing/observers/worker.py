@@ -51,7 +51,7 @@ class WorkerPasses:
 
     def forward_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder, tracker = self._recorder, self._tracker
-        self.step_id = 0
+        self.step_id, tracker.remote = 0, (0, 0)
         level = recorder.steps.words[layout.WORD_LEVEL]
         if level != tracker.level:
             level = tracker.follow_level(level)
@@ -59,9 +59,15 @@ class WorkerPasses:
             return None
         batch = self._batch(args, kwargs)
         step_id = self._shared_id(batch) or 0
-        if not step_id or not in_sample(step_id, recorder.sample):
+        if not step_id:
+            return None  # an empty batch: its details, such as loads, belong to the next one
+        is_recorded = in_sample(step_id, recorder.sample)
+        if tracker.details:
+            tracker.write_details(step_id if is_recorded else 0)
+        if not is_recorded:
             return None
         self.step_id, self.span_id, self.graph = step_id, recorder.new_id(), None
+        tracker.remote = step_id, self.span_id
         platform = self._platform_of(self._runner(args, kwargs))
         events, stream = self._take_events(platform)
         start_ns = monotonic_ns()
@@ -78,6 +84,7 @@ class WorkerPasses:
         name = getattr(platform, "device_name", None)
         values = [self._mode_name(mode), len(reqs), num_tokens, name, None, self.graph]
         run_id = layout.child_id(step_id, layout.CHILD_RUN_BATCH)
+        self._tracker.remote = step_id, run_id
         span = (self.span_id, step_id, run_id, start_ns, end_ns, values, error_type(error))
         if events is None:
             self._write_forward(*span)

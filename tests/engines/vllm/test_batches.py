@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sgl_aspects.engines import VLLM
 from sgl_aspects.engines.base import Role
@@ -20,6 +21,7 @@ from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.context import trace_id_of_root
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers import WovenLevels
+from sgl_aspects.tracing.observers.detail import DetailObserver
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS
@@ -28,8 +30,10 @@ from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import SpanEnd
 from sgl_aspects.tracing.schema import FORWARD, STEP
+from tests.support.memory_recorder import Memory
 from tests.support.phases import engine_receiver
 from tests.support.rings import read_all
+from tests.support.stepping import Loop
 from tests.support.vllm_messages import batch
 
 
@@ -237,12 +241,43 @@ def test_the_client_s_id_of_an_answer(given: str, expected: str) -> None:
 
 
 def test_an_offloading_moves_the_blocks_of_each_group_of_layers() -> None:
+    load, write_back = (VLLM.call_reader(role, "bytes") for role in ("cache_load", "cache_write_back"))
     layer = SimpleNamespace(page_size_bytes=10)
     handler = SimpleNamespace(layer_refs_per_group=[[layer, layer], [layer]])
     worker, device = SimpleNamespace(_load_handler=handler), SimpleNamespace(group_sizes=[3, 2])
     host = SimpleNamespace(block_ids=[0, 1, 2, 3, 4])
-    assert VLLM.call_reader("cache_load", "bytes")((worker, 1, host, device), {}, None) == 3 * 20 + 2 * 10
-    assert VLLM.call_reader("cache_write_back", "bytes")((worker, 1, device, host), {}, None) == 80
+    assert load((worker, 1, host, device), {}) == load((worker,), {"dst_spec": device}) == 3 * 20 + 2 * 10
+    assert write_back((worker, 1, device, host), {}) == 80
+    metadata = SimpleNamespace(load_gpu_blocks=[4, 5], store_gpu_blocks=[])
+    caches = {"a": torch.zeros(8, 3), "b": torch.zeros(8, 5)}
+    simple = SimpleNamespace(_connector_metadata=metadata, gpu_kv_caches=caches)
+    assert load((simple,), {}) == 2 * (3 + 5) * 4
+    assert write_back((simple,), {}) == 0
+
+
+def test_what_a_worker_loads_and_writes_back_belongs_to_its_passes() -> None:
+    """A load can run with an empty batch, while its request waits: it belongs to the step that comes next."""
+    recorder = Memory()
+    recorder.level = 4
+    trackers = Trackers.of(VLLM, recorder, DEFAULTS)
+    observers = ForwardObserver(trackers), DetailObserver(trackers)
+    loop = Loop(one for each in observers for one in each.observations())
+    runner = SimpleNamespace(device="meta")
+    metadata = SimpleNamespace(load_gpu_blocks=[4, 5], store_gpu_blocks=[1])
+    worker = SimpleNamespace(_connector_metadata=metadata, gpu_kv_caches={"a": torch.zeros(8, 3)})
+    idle = SimpleNamespace(_connector_metadata=SimpleNamespace(store_gpu_blocks=[]), gpu_kv_caches={})
+    for message, role in ((batch(), "cache_load"), (batch(new={"a": 5}), "cache_write_back")):
+        with loop.call("forward", runner, message), loop.call(role, worker):
+            pass
+    for moving in (worker, idle):
+        with loop.call("cache_write_back", moving):
+            pass
+    step_id = shared_id(batch(new={"a": 5}))
+    run_id = layout.child_id(step_id or 0, layout.CHILD_RUN_BATCH)
+    (forward,) = recorder.named("forward")
+    (load,), written = (recorder.named(name) for name in ("cache.load", "cache.write_back"))
+    assert {span.root_id for span in (load, *written)} == {step_id}
+    assert [span.parent_id for span in (load, *written)] == [step_id, forward.span_id, run_id]
 
 
 def test_below_level_3_a_forward_pass_has_a_hook_only_where_no_step_runs(

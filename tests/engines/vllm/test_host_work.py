@@ -24,7 +24,17 @@ from tests.support.vllm_server import serve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-GRAMMAR, AGAIN, CHAT, ADAPTED, WHOLE, STREAMED, *PAUSED = range(9)
+GRAMMAR, AGAIN, CHAT, ADAPTED, WHOLE, STREAMED, THOUGHT, *PAUSED = range(10)
+#: The small model's tokenizer has other tokens than a reasoning model's: all that comes before the last of
+#: them is reasoning.
+REASONING = """
+from vllm.reasoning import ReasoningParserManager
+from vllm.reasoning.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
+
+@ReasoningParserManager.register_module("mini")
+class Mini(DeepSeekR1ReasoningParser):
+    start_token, end_token = "<|start|>", "<|text|>"
+"""
 #: Large enough that compiling it takes longer than the way to the scheduler.
 SCHEMA = {
     "type": "object",
@@ -43,7 +53,11 @@ def drive(server: EngineServer, adapter: Path) -> None:
     chat = {"model": "mini", "max_tokens": 20, "messages": [{"role": "user", "content": "tell me"}]}
     for number in (GRAMMAR, AGAIN):
         server.post("/v1/chat/completions", {**chat, "response_format": form}, parent(number))
-    server.post("/v1/chat/completions", chat, parent(CHAT))
+    said = server.post("/v1/chat/completions", chat, parent(CHAT))["choices"][0]["message"]
+    assert said["reasoning"]
+    assert not said["content"]
+    with server.all_streaming([("/v1/chat/completions", chat, parent(THOUGHT))]):
+        pass
     chat_with_tools(server, WHOLE, STREAMED)
     loaded = {"lora_name": "pirate", "lora_path": str(adapter)}
     server.tell("/v1/load_lora_adapter", loaded)
@@ -66,6 +80,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Requests:
         prefix = run_prefix(receiver, level=2)
         options = ["--dtype", "float32", "--enforce-eager", "--enable-lora"]
         options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+        (folder / "reasoning.py").write_text(REASONING)
+        options += ["--reasoning-parser", "mini", "--reasoning-parser-plugin", str(folder / "reasoning.py")]
         environment = {
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_SERVER_DEV_MODE": "1",
@@ -73,7 +89,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Requests:
         }
         with serve(model, folder / "log", prefix=prefix, more=options, environment=environment) as server:
             drive(server, adapter)
-            receiver.wait_for(lambda spans: has_ended(spans, 9))
+            receiver.wait_for(lambda spans: has_ended(spans, 10))
     return Requests(receiver, by_trace(receiver.spans))
 
 
@@ -92,7 +108,8 @@ def test_the_chat_template_precedes_the_queue(run: Requests) -> None:
 
 
 def test_what_parsing_an_answer_took_is_on_its_request(run: Requests) -> None:
-    check_parsing(run, [WHOLE, STREAMED], not_parsed=[ADAPTED])
+    """Answers with a tool, whole and streamed, and answers that are reasoning."""
+    check_parsing(run, [WHOLE, STREAMED, CHAT, THOUGHT], not_parsed=[ADAPTED])
 
 
 def test_loading_an_adapter_is_a_span(run: Requests) -> None:
