@@ -72,6 +72,7 @@ def _replace_in_mutable(referrer: Any, new: New) -> bool:
         for key, value in list(dict.items(referrer)):
             if new(value) is not value and key is not kept:
                 dict.__setitem__(referrer, key, new(value))
+        _replace_keys(referrer, new)
         if is_a(referrer, collections.defaultdict):
             _FACTORY.__set__(referrer, new(_FACTORY.__get__(referrer)))
     elif is_a(referrer, types.CellType):
@@ -87,6 +88,22 @@ def _replace_in_mutable(referrer: Any, new: New) -> bool:
     # A subclass of a container may have attributes of its own.
     _replace_attributes(referrer, new)
     return True
+
+
+def _replace_keys(referrer: dict[Any, Any], new: New) -> None:
+    """Change the keys of a dictionary, each in its place in the order.
+
+    Not classes, since instances that were made before look up theirs, and not those of an OrderedDict.
+    """
+    keys = [key for key in dict.keys(referrer) if type(key) is not str]
+    changed = [key for key in keys if not is_class(key) and new(key) is not key and not holds(keys, new(key))]
+    if not changed or is_a(referrer, collections.OrderedDict):
+        return
+    keys_anew, anew = OwnDict(zip(changed, map(new, changed))), OwnDict()
+    entries = zip(map(keys_anew.get, dict.keys(referrer), dict.keys(referrer)), dict.values(referrer))
+    steps = ((dict.update, anew, entries), (dict.clear, referrer), (dict.update, referrer, anew))
+    # In one step of C: another thread may be looking up an entry, or iterating.
+    list(map(functools.partial.__call__, itertools.starmap(functools.partial, steps)))
 
 
 def _replace_in_class(cls: type, new: New) -> None:

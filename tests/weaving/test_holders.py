@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import inspect
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -240,6 +243,40 @@ def test_a_key_that_hashes_by_a_function_is_left_as_it_is_and_named(
         assert "whose hash depends on it, in a" in aspects.report().stale[0].holder
     assert own in table
     assert own.function(2) == ("f", 2)
+
+
+@pytest.mark.parametrize("path", ["f", "cached", "A.m", "one.m"])
+@pytest.mark.parametrize("kind", [dict, lambda items: collections.defaultdict(int, items)])
+def test_a_dictionary_keyed_by_a_hooked_function_is_looked_up_by_it(
+    engine: Any, path: str, kind: Callable[..., Any]
+) -> None:
+    engine.one = engine.A()
+
+    def key() -> Any:
+        return functools.reduce(getattr, path.split("."), engine)
+
+    table = kind({"first": 0, key(): "handler", len: key(), 3: 4})
+    for _ in range(2):
+        handle = aspects.weave(around(f"engine:{path}", hooked))
+        assert table[key()] == "handler"
+        assert list(table.items()) == [("first", 0), (key(), "handler"), (len, key()), (3, 4)]
+        assert next(itertools.islice(table, 1, None))(*((1,) if path == "A.m" else ()))[0] == "hooked"
+        assert aspects.report().stale == ()
+        handle.remove()
+        assert list(table.items()) == [("first", 0), (key(), "handler"), (len, key()), (3, 4)]
+
+
+def test_keys_that_are_left_as_they_are_are_named(engine: Any) -> None:
+    class Replacement:
+        pass
+
+    original, cls, ordered = engine.f, engine.Diamond, collections.OrderedDict({engine.f: 1})
+    by_class = {cls: 1}
+    with aspects.woven(around("engine:f", hooked), advice("engine:Diamond", HookType.REPLACE, Replacement)):
+        stale = {entry.target: entry.holder for entry in aspects.report().stale}
+        assert stale == dict.fromkeys(["engine:f", "engine:Diamond"], "a key of a dictionary of 1 entries")
+        both = {engine.f: "hooked", inspect.unwrap(engine.f): "original"}
+    assert (list(both.values()), ordered, by_class) == (["hooked", "original"], {original: 1}, {cls: 1})
 
 
 def test_a_key_within_a_tuple_is_left_as_it_is_and_named(one: Any) -> None:

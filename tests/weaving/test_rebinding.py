@@ -576,7 +576,7 @@ def unreachable() -> dict[str, tuple[Callable[[Any], Any], str]]:
         "a named tuple": (lambda f: collections.namedtuple("Named", "f")(f), "a Named of 1"),
         "a tuple in a list": (lambda f: [(f, 1, 2)], "a tuple of 3"),
         "a frozenset": (lambda f: frozenset([f]), "a frozenset of 1"),
-        "a key of a dict": (lambda f: {f: 1}, "a key of a dictionary of 1 entries"),
+        "an OrderedDict": (lambda f: collections.OrderedDict({f: 1}), "a key of a dictionary of 1 entries"),
         "lru_cache": (functools.lru_cache, "a functools._lru_cache_wrapper (f)"),
         "a generic alias": (lambda f: list[f], "a tuple of 1 in a types.GenericAlias"),  # type: ignore[valid-type]
         "a C iterator": (lambda f: map(f, [1]), "a builtins.map"),
