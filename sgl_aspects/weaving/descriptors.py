@@ -10,6 +10,7 @@ Types are tested by `type()`, never by `isinstance`: a foreign proxy claims the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import reprlib
@@ -101,12 +102,14 @@ class Slot:
 
     def _stand(self, occupants: dict[str, Any]) -> None:
         owner, name = self._place.owner, self._place.name
-        wanted = rebuild(self._place, occupants) if occupants else self.original
+        inherits = self._place.inherited
+        parts = occupants if inherits and not occupants else OwnDict(self._rebound_parts(), **occupants)
+        wanted = rebuild(self._place, parts) if parts else self.original
         present = current(owner, name)
-        vacant = self._place.inherited and not self.occupants
+        vacant = inherits and not self.occupants
         if self.superseded or present is not (MISSING if vacant else self.standing):
             logger.info("%s: another patch is there; it is left in place", self._place)
-        elif self._place.inherited and not occupants:
+        elif inherits and not occupants:
             delattr(owner, name)
         else:
             setattr(owner, name, wanted)
@@ -115,12 +118,26 @@ class Slot:
         self.occupants = occupants
         self.standing = wanted
 
+    def _rebound_parts(self) -> dict[str, Any]:
+        """Return the functions in the installed property that are hooked by their own names, by part."""
+        if not is_a(self.original, property):
+            return {}
+        ours = {part or "fget" for part in self.occupants}
+        parts = {part: getattr(self.standing, part) for part in PROPERTY_PARTS if part not in ours}
+        return {part: now for part, now in parts.items() if now is not getattr(self.original, part)}
+
 
 # -- unwrapping ----------------------------------------------------------------------------------------------
 
 
 Opened = tuple[Any, Callable[..., Any]]
 """The callable in an attribute, and the function to call for it: itself, or one that binds it first."""
+
+
+def callable_in(place: AttributeReference) -> Any:
+    """Return the callable in the attribute at ``place``; None if there is none."""
+    with contextlib.suppress(HookError):
+        return _open(place)[0]
 
 
 def opened(place: AttributeReference) -> Opened:

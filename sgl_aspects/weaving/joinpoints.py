@@ -82,6 +82,11 @@ class JoinPoint(abc.ABC):
         return self.installed and current(self.place.owner, self.place.name) is not self.standing
 
     @property
+    def known_by(self) -> tuple[Any, ...]:
+        """The objects that are this join point under any name: the attribute's value, the callable in it."""
+        return (self.standing,) if self.installed or not self.place.inherited else ()
+
+    @property
     def active(self) -> bool:
         return any(advice.enabled for advice in self.advices)
 
@@ -137,6 +142,20 @@ class FunctionJoinPoint(JoinPoint):
     @property
     def displaced(self) -> bool:
         return super().displaced or (self.installed and self.woven.is_patched)
+
+    @property
+    def known_by(self) -> tuple[Any, ...]:
+        callable_ = (self.function if self.installed else self.inner,) if self._is_shared else ()
+        return (*super().known_by, *callable_)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Return whether the callable in the attribute is hooked wherever it is used.
+
+        What is in a descriptor and no function is used elsewhere on its own: `property(len)`.
+        """
+        is_original = type(self.inner) is types.FunctionType or self.inner is self.original
+        return is_original and not self.place.inherited
 
     @property
     def _is_async(self) -> bool:
@@ -210,8 +229,7 @@ class FunctionJoinPoint(JoinPoint):
         old, new = (self.inner, self.function) if self.installed else (self.function, self.inner)
         if not self.place.inherited:
             yield Pair(before, self.standing, extra[0], exclude)
-            # What is in a descriptor and no function is used elsewhere on its own: `property(len)`.
-            if type(self.inner) is not types.FunctionType or self.inner is self.original:
+            if not self._is_shared or self.inner is self.original:
                 return
         exclude |= {id(before), id(self.standing)}  # descriptors around old and new
         only = self.place.owner if self.place.inherited and self.installed else None

@@ -56,7 +56,7 @@ from sgl_aspects.weaving.attributes import (
 )
 from sgl_aspects.weaving.chain import Compiler
 from sgl_aspects.weaving.changes import Changes
-from sgl_aspects.weaving.descriptors import Slot
+from sgl_aspects.weaving.descriptors import Slot, callable_in
 from sgl_aspects.weaving.hooks import LOST, Advice, HookType, State, stop_without
 from sgl_aspects.weaving.joinpoints import ClassJoinPoint, FunctionJoinPoint, JoinPoint
 from sgl_aspects.weaving.modules import (
@@ -341,8 +341,8 @@ class Weaver:
                 below.slot.superseded = True
             self._points[point] = None
             self._at.setdefault(place.key, []).append(point)
-            if not place.inherited:
-                self._by_object.setdefault(id(point.original), point)
+            for seen in point.known_by:
+                self._by_object.setdefault(id(seen), point)
         self._touched[point] = None
 
     def _standing_at(self, place: AttributeReference) -> JoinPoint | None:
@@ -350,19 +350,23 @@ class Weaver:
         for point in reversed(self._at.get(place.key, ())):
             if current(place.owner, place.name) is point.expected:
                 return point
-        other = self._by_object.get(id(place.raw))
-        # Another name of a woven object.
-        if other is None or other.standing is not place.raw or place.inherited:
+        if place.inherited:
             return None
-        return other if other.place.part == place.part else None
+        # Another name of a woven object, or another descriptor around it.
+        for seen, part in ((callable_in(place), None), (place.raw, place.part)):
+            other = self._by_object.get(id(seen))
+            if other is not None and part in (None, other.place.part) and holds(other.known_by, seen):
+                return other
+        return None
 
     def _slot_of(self, place: AttributeReference) -> Slot:
         """Return the slot of another part of the same property, if there is one; otherwise a new one."""
+        return next((one.slot for one in self._parts_of(place) if one.standing is place.raw), Slot(place))
+
+    def _parts_of(self, place: AttributeReference) -> Iterator[JoinPoint]:
+        """Yield the join points of the attribute at ``place``, for every part of a property."""
         for part in ("", *PROPERTY_PARTS):
-            for point in self._at.get((id(place.owner), place.name, part), ()):
-                if point.standing is place.raw:
-                    return point.slot
-        return Slot(place)
+            yield from self._at.get((id(place.owner), place.name, part), ())
 
     def _warn_of_second_replace(self, advice: Advice, point: JoinPoint) -> None:
         earlier = [one for one in point.advices if one.hook_type is HookType.REPLACE and one is not advice]
@@ -383,19 +387,18 @@ class Weaver:
         extra = {point: point.extra for point in points}  # first: what follows refers to them, too
         before = OwnDict((point, point.standing) for point in points)
         for point in points:
+            self._forget_objects(point)
             try:
                 point.apply(self._compiler.guards)
             except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
                 self._refuse(point, error, refused)
+        for point in points:
+            self._note_objects(point)
         # Only now: the parts of a property share their attribute.
         changed = [point for point in points if before[point] is not point.standing]
         pairs: list[Pair] = []
         for point in changed:
-            was = before[point]
-            pairs += point.pairs(was, extra[point])
-            self._by_object.pop(id(was), None)
-            if point.installed or not point.place.inherited:
-                self._by_object[id(point.standing)] = point
+            pairs += point.pairs(before[point], extra[point])
         stale = rebind(pairs, self._note_remade)
         for point in changed:
             names = {describe(before[point]), describe(point.inner)} if point.installed else set()
@@ -449,7 +452,15 @@ class Weaver:
         here.remove(point)
         if not here:
             del self._at[point.place.key]
-        for seen in (point.standing, point.original):
+        self._forget_objects(point)
+        for other in self._parts_of(point.place):
+            self._note_objects(other)
+
+    def _note_objects(self, point: JoinPoint) -> None:
+        self._by_object.update((id(seen), point) for seen in point.known_by)
+
+    def _forget_objects(self, point: JoinPoint) -> None:
+        for seen in point.known_by:
             if self._by_object.get(id(seen)) is point:
                 del self._by_object[id(seen)]
 

@@ -305,3 +305,72 @@ def test_a_function_that_gives_itself_new_code_when_called_is_hooked(engine: Any
         assert aspects.report().stale == ()
     assert engine.lazy is compile_and_call
     assert calls == ["hooked", "hooked"]
+
+
+DECORATED = """
+import functools
+def f(subject=0): return 'f'
+def g(self, value): pass
+class A:
+    c = classmethod(f)
+    s = staticmethod(f)
+    p = property(f, g)
+    lazy = functools.cached_property(f)
+    lazy.__set_name__(None, 'lazy')
+"""
+
+
+@pytest.mark.parametrize("removal", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        *itertools.permutations(["f", "A.c"]),
+        *itertools.permutations(["f", "A.s"]),
+        *itertools.permutations(["f", "A.p"]),
+        *itertools.permutations(["f", "A.lazy"]),
+        *itertools.permutations(["g", "A.p"]),
+        *itertools.permutations(["g", "A.p.fset"]),
+        *itertools.permutations(["A.c", "A.p.fset"]),
+        *itertools.permutations(["A.c", "A.s"]),
+    ],
+)
+def test_a_function_and_descriptors_around_it_are_hooked_and_given_back_in_any_order(
+    names: tuple[str, str], removal: tuple[int, int]
+) -> None:
+    def hook_of(name: str) -> Callable[..., Any]:
+        def hook(original: Any, *args: Any) -> Any:
+            seen.append(name)
+            return original(*args)
+
+        return hook
+
+    with module_of(DECORATED) as engine:
+        f, g = engine.f, engine.g
+        uses: tuple[tuple[Callable[[], Any], set[str]], ...] = (
+            (
+                lambda: (engine.f(), engine.A.c(), engine.A.s(), engine.A().p, engine.A().lazy),
+                {"f", "A.c", "A.s", "A.p", "A.lazy"},
+            ),
+            (lambda: (engine.g(engine.A(), 1), engine.A.p.__set__(engine.A(), 1)), {"g", "A.p.fset"}),
+        )
+
+        def look() -> None:
+            for use, hooking in uses:
+                seen.clear()
+                times = len(use())
+                assert seen == [name for name in reversed(woven) if name in hooking] * times
+
+        seen: list[str] = []
+        woven: list[str] = []
+        handles = []
+        for name in names:
+            handles.append(aspects.weave(around(f"engine:{name}", hook_of(name))))
+            woven.append(name)
+            look()
+        for index in removal:
+            handles[index].remove()
+            woven.remove(names[index])
+            look()
+        held = [engine.A.__dict__[name] for name in ("c", "s", "p", "lazy")]
+        assert [held[0].__func__, held[1].__func__, held[2].fget, held[3].func] == [f] * 4
+        assert (engine.f, engine.g, held[2].fset) == (f, g, g)
