@@ -326,10 +326,11 @@ def _attributes(owner: Any, segment: str) -> Iterator[AttributeReference]:
         regex = segment_regex(segment)
         module_name = namespace(owner).get("__name__") if is_module(owner) else None
         for name, raw in list(namespace(owner).items()):
+            if not regex.fullmatch(name) or name.startswith("__"):
+                continue
             # A wildcard covers what the module defines, not what it imports.
             defined = module_name is None or _module_of(raw) == module_name
-            hookable = is_a(raw, _DESCRIPTORS) or callable(raw)
-            if regex.fullmatch(name) and not name.startswith("__") and defined and hookable:
+            if defined and (is_a(raw, _DESCRIPTORS) or callable(raw)):
                 yield AttributeReference(owner, name, raw)
         return
     name = segment.removesuffix("+")
@@ -385,10 +386,8 @@ def with_nested(classes: Iterable[type]) -> list[type]:
     """Return ``classes`` and those defined within them."""
     found = list(classes)
     for cls in found:  # grows during the iteration
-        prefix = f"{class_name(cls)}."
-        found += [
-            one for one in namespace(cls).values() if is_class(one) and class_name(one).startswith(prefix)
-        ]
+        within = [one for one in _CLASS_NAMESPACE.__get__(cls).values() if is_class(one)]
+        found += [one for one in within if class_name(one).startswith(f"{class_name(cls)}.")]
     return found
 
 

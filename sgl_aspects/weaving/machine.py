@@ -44,7 +44,6 @@ from sgl_aspects.weaving.attributes import (
     AttributeReference,
     OwnDict,
     Presence,
-    Resolution,
     class_name,
     current,
     find,
@@ -265,20 +264,29 @@ class Weaver:
             for advice, name, module in work:
                 if advice.is_class_replacement is not classes:
                     continue
-                for rank, alternate in enumerate(advice.target.alternates):
-                    found = resolve(alternate, name, module, subclasses)
-                    if found is not None and (advice.rank is None or rank <= advice.rank):
-                        for base in bases_of_family(alternate, module):
-                            made = self._subclasses.wait(advice, base)
-                            self._attach(made, next(find(base, ("__init_subclass__",))))
-                        self._take(advice, rank, found, name, module, strict=strict)
-            self._apply(strict=strict)
+                for rank in range(len(advice.target.alternates)):
+                    self._take(advice, rank, name, module, subclasses, strict=strict)
+            if self._touched:  # by now nothing here refers to what was found: references are counted
+                self._apply(strict=strict)
 
     def _take(
-        self, advice: Advice, rank: int, found: Resolution, name: str, module: Any, *, strict: bool
+        self,
+        advice: Advice,
+        rank: int,
+        name: str,
+        module: Any,
+        subclasses: Sequence[type] | None,
+        *,
+        strict: bool,
     ) -> None:
-        """Attach ``advice`` where its alternate ``rank`` was found in ``module``, or note why it was not."""
+        """Attach ``advice`` where its alternate ``rank`` is found in ``module``, or note why it is not."""
         alternate = advice.target.alternates[rank]
+        found = resolve(alternate, name, module, subclasses)
+        if found is None or (advice.rank is not None and rank > advice.rank):
+            return
+        for base in bases_of_family(alternate, module):
+            made = self._subclasses.wait(advice, base)
+            self._attach(made, next(find(base, ("__init_subclass__",))))
         if found.presence is Presence.LAZY:
             own = self._lazy.wait(name, module, alternate, found.places[0].owner)
             self._attach(own, found.places[0])

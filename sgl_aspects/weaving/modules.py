@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import ModuleType
 from typing import Any
 
@@ -231,7 +231,7 @@ class ModuleIndex:
 
     def __init__(self) -> None:
         self._by_name: dict[str, dict[Advice, None]] = {}
-        self._patterns: dict[Advice, None] = {}
+        self._patterns: dict[Advice, tuple[str, ...]] = {}
         self._stems: tuple[str, ...] | None = ()  # how names of those modules may begin; None: not known
 
     def add(self, advice: Advice) -> None:
@@ -240,7 +240,7 @@ class ModuleIndex:
         for name in target.module_names:
             self._by_name.setdefault(name, {})[advice] = None
         if target.has_module_pattern:
-            self._patterns[advice] = None
+            self._patterns[advice] = tuple(target.stems)
             self._stems = None
 
     def discard(self, advice: Advice) -> None:
@@ -258,12 +258,13 @@ class ModuleIndex:
         """Return whether a hook may wait for the module ``name``; safe without a lock."""
         stems = self._stems
         if stems is None:
-            stems = self._stems = tuple({stem for one in list(self._patterns) for stem in one.target.stems})
+            stems = self._stems = tuple({*chain.from_iterable(list(self._patterns.values()))})
         return name in self._by_name or name.startswith(stems)
 
     def concerned(self, name: str) -> list[Advice]:
         """Return the hooks whose targets may be in the module ``name``."""
-        waiting = dict.fromkeys([*self._by_name.get(name, ()), *self._patterns])
+        patterns = [one for one, stems in self._patterns.items() if name.startswith(stems)]
+        waiting = dict.fromkeys([*self._by_name.get(name, ()), *patterns])
         return [advice for advice in waiting if advice.target.attribute_paths(name)]
 
 
