@@ -33,6 +33,9 @@ class C:
     def part(self): return 1
     @functools.cached_property
     def once(self): return 1
+def __getattr__(name):
+    if name != "later": raise AttributeError(name)
+    return f
 """
 
 
@@ -83,10 +86,19 @@ def test_an_import_costs_the_same_with_many_woven_places_as_with_few(
     assert many < few * 1.1
 
 
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["costly.**:*", "costly.**:*.*"],
+        ["costly.m2:f"],
+        ["costly.m2:C.m"],
+        ["costly.m2:later.x", "costly.m2:later.y"],
+    ],
+)
 def test_importing_what_only_its_own_module_refers_to_does_not_search_the_heap(
-    package: Callable[[int], object],
+    package: Callable[[int], object], targets: list[str]
 ) -> None:
-    aspects.weave(around("costly.**:*"), around("costly.**:*.*"))
+    aspects.weave(*map(around, targets))
     package(1)
     assert calls_of(lambda: package(2))[1] == 0
 
