@@ -94,7 +94,8 @@ class Load:
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
-            raise RuntimeError(f"HTTP {response.status}: {response.read()!r}; log: {self.server.log}")
+            log = self.server.log.read_text()[-20000:]  # its folder goes with the benchmark
+            raise RuntimeError(f"HTTP {response.status}: {response.read()!r}; the server's log:\n{log}")
         yield from response
         connection.close()
 
