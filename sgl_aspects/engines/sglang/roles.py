@@ -66,6 +66,12 @@ def _sampling(name: str) -> Any:
     return read
 
 
+def _operation(request: Any) -> str | None:
+    """Return it of a request without a server, unless it is for a text."""
+    is_ranked = getattr(request, "is_cross_encoder_request", None)
+    return is_ranked if is_ranked is None else "rerank" if is_ranked else "embeddings"
+
+
 def _max_tokens(request: Any) -> Any:
     """Return the token limit; for an embedding SGLang sets 0 tokens, which its caller did not request."""
     tokens = _sampling("max_new_tokens")(request)
@@ -312,6 +318,7 @@ SGLANG = Engine(
         "request.is_probe": _is_probe,
         "request.is_single": "is_single",
         "request.model": _adapter,
+        "request.operation": _operation,
         "request.priority": "priority",
         "request.headers": "external_trace_header",
         "request.received_ns": _received_ns,

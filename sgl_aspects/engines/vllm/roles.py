@@ -88,7 +88,9 @@ def _response_id(request: Any) -> str | None:
 
 
 def _operation(request: Any) -> str | None:
-    """Return it by the id: the path of a front end in Rust is not known."""
+    """Return it where no path is known, of a front end in Rust or without a server: by the id."""
+    if request.pooling_params is not None:
+        return "embeddings"
     return "chat" if request.request_id.startswith("chatcmpl-") else None
 
 

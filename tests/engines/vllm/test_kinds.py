@@ -182,22 +182,47 @@ def test_replicas_have_their_own_names(adapted: Run) -> None:
 
 
 OFFLINE = """
+import asyncio
 import sys
-from vllm import LLM, SamplingParams
+from vllm import LLM, AsyncEngineArgs, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+settings = {"served_model_name": "mini", "dtype": "float32", "max_model_len": 512, "enforce_eager": True}
+settings["model"] = sys.argv[1]
+four = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
+two_answers = SamplingParams(max_tokens=4, ignore_eos=True, n=2)
+
+def whole():
+    engine = LLM(**settings)
+    engine.generate(["one", "and two"], four)
+    engine.generate("three", two_answers)
+    engine.chat([{"role": "user", "content": "four"}], four)
+
+async def streams():
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+
+    async def answer(rid, sampling):
+        async for _ in engine.generate(rid, sampling, rid):
+            pass
+
+    await asyncio.gather(answer("one", four), answer("two", four), answer("three", two_answers))
+    await answer("four", four)
+    engine.shutdown()
+
+def vectors():
+    engine = LLM(runner="pooling", **settings)
+    engine.embed(["one", "and two"])
+    engine.score("three", "four")
 
 if __name__ == "__main__":
-    settings = {"served_model_name": "mini", "dtype": "float32", "max_model_len": 512}
-    engine = LLM(model=sys.argv[1], enforce_eager=True, **settings)
-    four = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
-    engine.generate(["one", "and two"], four)
-    engine.generate("three", SamplingParams(max_tokens=4, ignore_eos=True, n=2))
-    engine.chat([{"role": "user", "content": "four"}], four)
+    WORK
 """
 
 
-def test_an_engine_without_a_server_has_requests(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("work", ["whole()", "asyncio.run(streams())", "vectors()"])
+def test_an_engine_without_a_server_has_requests(model: Path, tmp_path: Path, work: str) -> None:
     script = tmp_path / "offline.py"
-    script.write_text(OFFLINE)
+    script.write_text(OFFLINE.replace("WORK", work))
     with engine_receiver() as receiver:
         command = [*run_prefix(receiver, level=2), sys.executable, str(script), str(model)]
         settings = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -207,9 +232,14 @@ def test_an_engine_without_a_server_has_requests(model: Path, tmp_path: Path) ->
         assert done.returncode == 0, done.stderr[-4000:]
         receiver.wait_for(lambda spans: any(span.name == "scheduler.step" for span in spans))
     roots = [span for span in receiver.spans if not span.parent_id and span.name.endswith(" mini")]
-    assert Counter(root.attributes["gen_ai.usage.output_tokens"] for root in roots) == {4: 3, 8: 1}
+    tokens = Counter(root.attributes["gen_ai.usage.output_tokens"] for root in roots)
     assert not any(span.is_error for span in receiver.spans)
-    assert Counter(span.name for span in receiver.spans)["decode"] == 5
+    if work == "vectors()":
+        assert tokens == {0: 4}
+        assert {root.name for root in roots} == {"embeddings mini"}
+    else:
+        assert tokens == {4: 3, 8: 1}
+        assert Counter(span.name for span in receiver.spans)["decode"] == 5
     steps = receiver.named("scheduler.step")
     assert steps
     assert all(step.links for step in steps)
