@@ -68,7 +68,9 @@ class Source:
     @cached_property
     def modules(self) -> tuple[str, ...]:
         """The names of all modules."""
-        return tuple(self._modules())
+        names = self._archive.namelist() if self._archive is not None else self._files()
+        stems = (name.removesuffix(".py").removesuffix("/__init__") for name in names if name.endswith(".py"))
+        return tuple(stem.replace("/", ".") for stem in stems)
 
     @property
     def version(self) -> str:
@@ -128,15 +130,9 @@ class Source:
         root = self._origin(module, names[0])
         for other in self.modules:
             for found in self._matches(other, ["*", *names[1:]]):
-                owner = found.path.partition(".")[0]
-                tree = self.tree(other)
-                for node in _statements(tree.body) if tree is not None else ():
-                    if (
-                        isinstance(node, ast.ClassDef)
-                        and node.name == owner
-                        and self._derives(other, node, root, frozenset())
-                    ):
-                        yield found
+                node = self._class(other, found.path.partition(".")[0])
+                if node is not None and self._derives(other, node, root, frozenset()):
+                    yield found
 
     def _derives(
         self, module: str, node: ast.ClassDef, root: tuple[str, str], seen: frozenset[tuple[str, str]]
@@ -145,15 +141,16 @@ class Source:
             origin = self._origin(module, base.id) if isinstance(base, ast.Name) else ("", "")
             if origin == root:
                 return True
-            tree = self.tree(origin[0]) if origin not in seen else None
-            for other in _statements(tree.body) if tree is not None else ():
-                if (
-                    isinstance(other, ast.ClassDef)
-                    and other.name == origin[1]
-                    and self._derives(origin[0], other, root, seen | {origin})
-                ):
-                    return True
+            other = self._class(*origin) if origin not in seen else None
+            if other is not None and self._derives(origin[0], other, root, seen | {origin}):
+                return True
         return False
+
+    def _class(self, module: str, name: str) -> ast.ClassDef | None:
+        tree = self.tree(module)
+        nodes = _statements(tree.body) if tree is not None else ()
+        classes = (node for node in nodes if isinstance(node, ast.ClassDef))
+        return next((node for node in classes if node.name == name), None)
 
     def _origin(self, module: str, name: str) -> tuple[str, str]:
         """Find the definition of the class ``name`` in ``module``, as far as imports can be followed."""
@@ -202,12 +199,6 @@ class Source:
         stem = module.replace(".", "/")
         package = self._read(f"{stem}/__init__.py")
         return self._read(f"{stem}.py") if package is None else package
-
-    def _modules(self) -> Iterator[str]:
-        names = self._archive.namelist() if self._archive is not None else self._files()
-        for name in names:
-            if name.endswith(".py"):
-                yield name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     def _files(self) -> Iterator[str]:
         for file in sorted(self.path.glob("*.py")):
