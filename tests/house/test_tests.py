@@ -10,7 +10,7 @@ MOST_LINES = 400
 #: Older files that are longer, with the length that they may not exceed: the list only shrinks.
 LONGER = {
     "dispatch/test_dispatch.py": 766,
-    "engines/sglang/test_server.py": 628,
+    "engines/sglang/test_server.py": 593,
     "platforms/test_devices.py": 440,
     "platforms/test_discovery.py": 500,
     "platforms/test_platforms.py": 536,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,7 @@ from tests.support.callers import CALLER, by_trace, one, orphans, parent, trace_
 from tests.support.distributions import install_plugin
 from tests.support.otlp_receiver import Receiver, Span
 from tests.support.phases import assert_first_tokens_as_seen, engine_receiver, run_prefix
-from tests.support.processes import finished, output_of, python
+from tests.support.processes import output_of, python
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import SGLANG_SERVE, Answer, Server, serve
 
@@ -425,69 +423,6 @@ def test_several_workers_and_replicas_beside_sglangs_own_tracing(model: Path, tm
             theirs = [s for s in receiver.spans if s.trace_id == trace_id(number) and s not in ours]
             assert [span.parent_id for span in theirs if " Req" in span.name] == [CALLER]
         assert len(schedulers) == 2
-
-
-OFFLINE = """
-import asyncio
-import sys
-import sglang
-
-four = {"max_new_tokens": 4, "ignore_eos": True}  # a random model may end its answer at any token
-
-def whole(engine):
-    engine.generate("one", four)
-    engine.generate(["two", "and three"], four)
-    engine.generate("four", {**four, "n": 2})
-    list(engine.generate("five", four, stream=True))
-
-async def at_once(engine):
-    generate = engine.async_generate
-    stream = await generate("five", four, stream=True)
-    whole = generate("one", four), generate(["two", "and three"], four), generate("four", {**four, "n": 2})
-    await asyncio.gather(*whole)
-    async for _ in stream:
-        pass
-
-def streams(engine):
-    engine.loop.run_until_complete(at_once(engine))
-
-def vectors(engine):
-    engine.encode("one")
-    engine.encode(["two", "and three"])
-
-if __name__ == "__main__":
-    engine = sglang.Engine(
-        model_path=sys.argv[1], dtype="float32", device="cpu", attention_backend="torch_native",
-        sampling_backend="pytorch", disable_cuda_graph=True, max_total_tokens=8192, context_length=1024,
-        served_model_name="mini", is_embedding=WORK is vectors,
-    )
-    WORK(engine)
-    engine.shutdown()
-"""
-
-
-@pytest.mark.parametrize("work", ["whole", "streams", "vectors"])
-def test_an_engine_without_a_server_is_traced(model: Path, tmp_path: Path, work: str) -> None:
-    script = tmp_path / "offline.py"
-    script.write_text(OFFLINE.replace("WORK", work))
-    settings: dict[str, Any] = {
-        "SGLANG_PLATFORM": "sgl_aspects_cpu",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with engine_receiver() as receiver:
-        output_of(finished(*run_prefix(receiver, level=1), sys.executable, script, model, **settings))
-        expected = 2 if work == "vectors" else 4
-        receiver.wait_for(lambda spans: sum(not span.parent_id for span in spans) >= expected)
-    requests = [span for span in receiver.spans if not span.parent_id]
-    tokens = Counter(span.attributes.get("gen_ai.usage.output_tokens") for span in requests)
-    assert not any(span.is_error for span in receiver.spans)
-    if work == "vectors":
-        assert tokens == {None: 2}
-        assert {span.name for span in requests} == {"embeddings mini"}
-    else:
-        assert tokens == {4: 2, 8: 2}
-        assert Counter(span.name for span in receiver.spans)["decode"] == 6
 
 
 # Hooks on modules that are loaded already: every referrer gets the new object, and the old one back.
