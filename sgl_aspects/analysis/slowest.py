@@ -12,7 +12,7 @@ from sgl_aspects.analysis.spans import Span
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.roots import Root
 from sgl_aspects.tracing.export.span import CollectedSpan
-from sgl_aspects.tracing.records import RequestBegin
+from sgl_aspects.tracing.records import Latest, RequestBegin
 
 # Those that causes are read from, beside the requests.
 _READ = {
@@ -36,7 +36,7 @@ class SlowRequests:
     def __init__(self, seconds: float, most: int = _MOST) -> None:
         self._slow_ns, self._most = seconds * 1e9, most
         self._held: deque[Span] = deque()
-        self._requests: dict[str, Span] = {}  # and their answers, by span id
+        self._requests: Latest[str, Span] = Latest(most)  # and their answers, by span id
         self._complete_since = 0
         self._pause_until = 0.0
 
@@ -76,8 +76,6 @@ class SlowRequests:
             root = root.group
         if len(self._held) > self._most:
             self._complete_since = max(self._complete_since, self._held.popleft().end_ns)
-        if len(self._requests) > self._most:
-            del self._requests[next(iter(self._requests))]
 
 
 def _read(span: CollectedSpan) -> Span:

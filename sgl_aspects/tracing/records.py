@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 #: The error of a span whose process ended first.
 UNFINISHED = "unfinished"
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 AttributeValue: TypeAlias = "str | bool | int | float | list[str] | list[int] | list[float] | None"
 
 
@@ -36,6 +38,18 @@ def encodable(value: Any) -> Any:
     if kind is list or kind is tuple:
         return [encodable(str(each) if isinstance(each, (list, tuple)) else each) for each in value]
     return encodable(str(value))
+
+
+class Latest(dict[_Key, _Value]):
+    """What is known from the latest records, by key: beyond ``most`` entries the first is forgotten."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self._most:
+            del self[next(iter(self))]
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,9 +49,6 @@ class Memory(SdkRecorder):
     def announce(self, *fields: Any) -> None:
         self.begun.append(SpanBegin(*fields))
 
-    def enter(self, *fields: Any, **named: Any) -> Opened:
-        return enter_span(*fields, **named)
-
     def open_span(self, *fields: Any) -> None: ...
 
     def close(self) -> None: ...

@@ -27,8 +27,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
-from sgl_aspects.tracing import attach
-from sgl_aspects.tracing.records import RequestSeen, SpanType
+from sgl_aspects.tracing import attach, context
+from sgl_aspects.tracing.records import RequestBegin, RequestElsewhere, RequestSeen, SpanType
 
 if __name__ == "__main__":
     memory, provider = InMemorySpanExporter(), TracerProvider()
@@ -39,14 +39,23 @@ if __name__ == "__main__":
             headers = {"traceparent": "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"}
             sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
             engine.generate("hello", sampling, rid="r1", external_trace_header=headers)
-        # As a scheduler in the same process records: children before parents, the request known by a key.
+        # As a scheduler in the same process records: the request known by a key, long before its spans end.
         recorder, step = session.recorder, SpanType("scheduler.step", {"size": int})
-        recorder.write(RequestSeen(50, "r1", 1))
-        recorder.announce(step, 60, 60, 0, 10)
+        recorder.write(RequestBegin(49, "r2", 1, *context.new(), "chat", {}))
+        recorder.write(RequestSeen(50, "r2", 1))
+        recorder.write(RequestElsewhere(51, 7, 9, True))
+        recorder.write(RequestSeen(52, "r3", 1))
+        for number in range(5000):
+            recorder.spans(SpanType("earlier"))(1000 + number, 1000 + number, 0, 1, 2)
+        recorder.enter(step, 60, 60, 0, 10)
+        recorder.enter(SpanType("run_batch"), 61, 60, 60, 11)
         recorder.spans(SpanType("forward"))(62, 60, 61, 12, 13)
         recorder.spans(SpanType("run_batch"))(61, 60, 60, 11, 14, (), "ValueError")
         recorder.spans(step)(60, 60, 0, 10, 15, (1,), "", [50])
-        recorder.spans(SpanType("queue"))(63, 50, 50, 10, 11)
+        for key, name in (50, "queue"), (51, "prefill"), (52, "decode"):
+            recorder.spans(SpanType(name))(key + 20, key, key, 10, 11)
+        recorder.spans(SpanType("chat"))(49, 49, 0, 1, 12)
+        recorder.spans(SpanType("of another process's step"))(80, 1 << 63, 5 << 60, 10, 11)
     print(json.dumps([json.loads(span.to_json()) for span in memory.get_finished_spans()]))
 """
 
@@ -63,26 +72,30 @@ def test_the_application_s_provider_gets_the_spans(tmp_path: Path) -> None:
         "text_completion tiny",
         "tokenize",
         "detokenize",
-        "scheduler.step",
-        "run_batch",
-        "forward",
-        "queue",
+        *("scheduler.step", "run_batch", "forward", "of another process's step"),
+        *("chat", "queue", "prefill", "decode", "earlier"),
     }
     request = spans["text_completion tiny"]
     assert request["context"]["trace_id"] == "0x" + "ab" * 16
     assert request["parent_id"] == "0x" + "cd" * 8
     assert request["kind"] == "SpanKind.SERVER"
     assert request["attributes"]["gen_ai.usage.output_tokens"] == 3
-    for name in ("tokenize", "detokenize", "queue"):
-        assert spans[name]["context"]["trace_id"] == request["context"]["trace_id"]
-        assert spans[name]["parent_id"] == request["context"]["span_id"]
+    chat = spans["chat"]
+    for name, parent in (("tokenize", request), ("detokenize", request), ("queue", chat)):
+        assert spans[name]["context"]["trace_id"] == parent["context"]["trace_id"]
+        assert spans[name]["parent_id"] == parent["context"]["span_id"]
+    assert spans["prefill"]["context"]["trace_id"] == f"0x{7:032x}"
+    assert spans["prefill"]["parent_id"] == f"0x{9:016x}"
+    assert spans["decode"]["parent_id"] is None
+    assert spans["decode"]["attributes"] == {"gen_ai.request.id": "r3"}
+    assert spans["of another process's step"]["parent_id"] is None
     step, run, forward = spans["scheduler.step"], spans["run_batch"], spans["forward"]
     assert forward["parent_id"] == run["context"]["span_id"]
     assert run["parent_id"] == step["context"]["span_id"]
     assert run["status"]["status_code"] == "ERROR"
     assert step["parent_id"] is None
     assert step["attributes"] == {"size": 1}
-    assert step["links"][0]["context"]["span_id"] == request["context"]["span_id"]
+    assert step["links"][0]["context"]["span_id"] == chat["context"]["span_id"]
 
 
 SAMPLED = """
@@ -159,7 +172,7 @@ if __name__ == "__main__":
     memory, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(memory))
     trace.set_tracer_provider(provider)
-    with attach(level=3, **({"file": file} if mode == "ring" else {})) as session:
+    with attach(level=4, **({"file": file} if mode == "ring" else {})) as session:
         from sgl_aspects.runtime import SamplingParams, ServerArgs
         from sgl_aspects.runtime.messages import TokenizedRequest
         from sgl_aspects.runtime.scheduling.scheduler import Scheduler

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sgl_aspects.tracing import schema
-from sgl_aspects.tracing.records import SpanBegin, SpanEnd
+from sgl_aspects.tracing.records import Latest, SpanBegin, SpanEnd
 
 _DECODE = schema.DECODE.name
 _REASON = tuple(schema.DECODE.attributes).index(schema.FINISH_REASON)
@@ -31,7 +31,7 @@ class TokenGaps:
     """Follows the records of a run's schedulers, each in the order in which it was written."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, _Latest] = {}
+        self._latest: Latest[int, _Latest] = Latest(_MOST_REQUESTS)
 
     def __len__(self) -> int:
         """Return the number of followed requests."""
@@ -54,8 +54,6 @@ class TokenGaps:
             self._latest[record.root_id] = _Latest(record.start_ns)
             if before is not None:  # it was preempted
                 yield record.root_id, max(0, record.start_ns - before.at_ns)
-            elif len(self._latest) > _MOST_REQUESTS:
-                del self._latest[next(iter(self._latest))]
 
     def _decode_ended(self, record: SpanEnd) -> None:
         latest = self._latest.get(record.root_id)

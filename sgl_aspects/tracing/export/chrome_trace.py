@@ -21,6 +21,7 @@ from opentelemetry.trace import SpanContext
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import root_of_trace_id
 from sgl_aspects.tracing.export.shared_file import SharedFile
+from sgl_aspects.tracing.records import Latest
 
 _STEP = schema.STEP.name
 _OF_REQUESTS = ("tokenize", "queue", "prefill", "decode", "detokenize")
@@ -109,7 +110,8 @@ class Timeline:
         self._numbers: dict[tuple[str, int], int] = {}  # processes by host and process id
         self._labels: dict[int, tuple[int, str]] = {}
         self._hosts: dict[str, int] = {}  # in order of arrival
-        self._requests: dict[tuple[int, int], int] = {}  # track by (trace, request's span)
+        # track by (trace, request's span)
+        self._requests: Latest[tuple[int, int], int] = Latest(_MOST_TRACKS)
         self._lanes: dict[int, list[_Lane]] = {}  # by process
         # track and end of the last span, by device
         self._devices: dict[tuple[int, str], tuple[int, int]] = {}
@@ -152,8 +154,6 @@ class Timeline:
         if key not in self._requests:
             self._requests[key] = self._next_track
             self._next_track += 1
-            while len(self._requests) > _MOST_TRACKS:
-                del self._requests[next(iter(self._requests))]
         track = self._requests[key]
         yield from self._names(
             process_id, track, f"request {span_id:016x}", _PROCESSES.get(span.name, "requests")

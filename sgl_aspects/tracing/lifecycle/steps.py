@@ -177,7 +177,7 @@ class StepTracker(native.Tracker):
         self.running = step
         if self.details:
             if step_id:
-                self._announce(step)
+                self._open(step, layout.CHILD_SCHEDULE if start else 0)
             self.write_details(step_id, start)
         return step
 
@@ -260,15 +260,15 @@ class StepTracker(native.Tracker):
         self.late.append(step)
         self.read_late()
 
-    def read_late(self) -> None:
-        """Write the steps whose device time is known by now, and the oldest above the limit."""
+    def read_late(self, most: int = layout.MOST_LATE) -> None:
+        """Write the steps whose device time is known by now, and all but the last ``most`` - 1."""
         late, self.late = self.late, []
         for step in late:
             if self._read_events(step):
                 self._write(step)
             else:
                 self.late.append(step)
-        while len(self.late) >= layout.MOST_LATE:
+        while len(self.late) >= most:
             self._write(self.late.pop(0))
 
     def drafted(self, drafted: int, accepted: int, *, are_counted: bool) -> None:
@@ -351,9 +351,7 @@ class StepTracker(native.Tracker):
 
     def flush(self) -> None:
         """Record the steps that still wait for the device, without its time: there is no later read."""
-        self.read_late()
-        while self.late:
-            self._write(self.late.pop(0))
+        self.read_late(1)
 
     # -- spans below a step ---------------------------------------------------------------------------------
 
@@ -374,9 +372,7 @@ class StepTracker(native.Tracker):
             return self.remote
         if not step.id:
             return 0, 0
-        if not step.is_announced:
-            self._announce(step)
-        return step.id, layout.child_id(step.id, step.child)
+        return self._open(step, step.child)[:2]
 
     def _open(self, step: Step, child: int) -> Fields:
         """Return the fields of a child's open span, with its parent's as the outer ones."""

@@ -17,6 +17,7 @@ from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.steps import spans_of
 from sgl_aspects.tracing.records import (
+    Latest,
     ProcessDescribed,
     Record,
     RequestBegin,
@@ -107,7 +108,7 @@ class Decoder:
         self._names: dict[tuple[Any, ...], list[str]] = {}  # of attributes, by their numbers
         self._parts: dict[int, list[bytes]] = {}
         self._part_count = 0
-        self._groups: dict[int, tuple[int, ...]] = {}
+        self._groups: Latest[int, tuple[int, ...]] = Latest(_GROUPS)
 
     def decode(self, data: bytes, positions: Iterable[int]) -> tuple[list[Record], int]:
         """Decode the slots at these positions: the records, and the number of damaged ones."""
@@ -261,8 +262,6 @@ class Decoder:
     def _group(self, key: int, links: tuple[int, ...]) -> None:
         _check(key, *links)
         self._groups[key] = links
-        if len(self._groups) > _GROUPS:
-            del self._groups[next(iter(self._groups))]
 
     def _time(self, time: int) -> int:
         """Return a ring's time as Unix time."""

@@ -7,7 +7,7 @@ slot, from which the reader makes the step's spans (:mod:`.steps`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sgl_aspects.tracing.record import format as layout
@@ -33,7 +33,10 @@ class OpenSteps(native.Blocks):
         self.give_back: Callable[[int], None] = self._free.append
 
     @classmethod
-    def in_memory(cls) -> OpenSteps:
-        """Blocks without a file."""
+    def in_memory(cls, control: Iterable[int] = ()) -> OpenSteps:
+        """Blocks without a file. ``control``: the words of the control block."""
         memory = bytearray(layout.HEADER_BYTES)
-        return cls(memory, memoryview(memory).cast("Q"))
+        steps = cls(memory, memoryview(memory).cast("Q"))
+        for word, value in enumerate(control, layout.WORD_LEVEL):
+            steps.words[word] = value
+        return steps

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sgl_aspects.run.control import LEVEL_MASK
-from sgl_aspects.tracing.context import Opened, TraceContext
+from sgl_aspects.tracing.context import Opened, TraceContext, enter
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.records import AttributeValue, Event, SpanType
 
@@ -61,6 +61,7 @@ class Recorder(Protocol):
 
     def announce(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
         """Record that a span has begun: of roots and long spans, so that unfinished ones can be shown."""
+        return
 
     def enter(
         self,
@@ -75,6 +76,8 @@ class Recorder(Protocol):
 
         ``trace``: that of the root, for what belongs to a request.
         """
+        ids = span_id, root_id, parent_id, start_ns
+        return enter(type, *ids, trace, span=self.open_span(type, *ids))
 
     def open(self) -> bool:
         """Make this process a writer of the run, if it is not; False if the run has ended."""
@@ -82,6 +85,7 @@ class Recorder(Protocol):
 
     def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> Any:
         """Return OpenTelemetry's object for an open span; None if spans are recorded at their end."""
+        return None
 
     def text(self, text: str) -> int:
         """Return the number of a text for a step's words; 0 if there is no room for it."""
@@ -94,6 +98,7 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """End this process's part of the run; later records are lost."""
+        self.steps.words[layout.WORD_LEVEL] = 0
 
 
 def in_sample(root_id: int, sample: int) -> bool:

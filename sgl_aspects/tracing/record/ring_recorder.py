@@ -64,7 +64,7 @@ class RingRecorder(Recorder):
         self.new_id: Callable[[], int] = id_source()
         self._lock = threading.RLock()  # for opening and defining only
         self._file: RingFile | None = None
-        self._open_steps(self._steps_in_memory())
+        self._open_steps(OpenSteps.in_memory(self._control))
         self._definitions.clear()
 
     def _after_fork(self) -> None:
@@ -175,22 +175,12 @@ class RingRecorder(Recorder):
             part += 1
         return True
 
-    def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> None:
-        """Return None: a ring has no objects for spans."""
-
     def _open_steps(self, steps: OpenSteps) -> None:
         """Switch to these blocks for open steps."""
         before = getattr(self, "steps", None)
         self.steps = steps
         if before is not None:
             before.retire()
-
-    def _steps_in_memory(self) -> OpenSteps:
-        """Switch to memory without a file: before it is made, and after the end."""
-        steps = OpenSteps.in_memory()
-        for word, value in enumerate(self._control, layout.WORD_LEVEL):
-            steps.words[word] = value
-        return steps
 
     def text(self, text: str) -> int:
         """Return the number of a text in this process's file."""
@@ -244,5 +234,5 @@ class RingRecorder(Recorder):
             if file is not None:
                 # Another thread may be packing now: the memory is released with its last reference.
                 self._control = 0, 0, 0
-                self._open_steps(self._steps_in_memory())
+                self._open_steps(OpenSteps.in_memory(self._control))
                 file.end(layout.DETACHED if detaches else layout.CLOSED)
