@@ -119,9 +119,10 @@ class Module:
         self.now = 0.0
         self.done = 0.0  # how far the device has come
         self.waited = 0
+        self.is_captured = False
 
     def is_current_stream_capturing(self) -> bool:
-        return False
+        return self.is_captured
 
     def Event(self, enable_timing: bool) -> Any:  # noqa: N802
         assert enable_timing
@@ -139,6 +140,30 @@ class Module:
         return event
 
     def current_stream(self) -> None: ...
+
+
+def test_a_pass_whose_step_runs_in_another_process_has_its_device_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Read with a later pass; at the end, passes that the device has not reached are recorded without it."""
+    device = Module()
+    monkeypatch.setattr(torch, "somebodys", device, raising=False)
+    recorder, found = Memory(), []
+    observer = ForwardObserver(Trackers.of(VLLM, recorder, DEFAULTS))
+    loop = Loop(observer.observations())
+    for place, device.is_captured in (
+        *(("somebodys:0", False), ("somebodys:0", False)),
+        *(("meta", False), ("somebodys:0", True), ("somebodys:0", False)),
+    ):
+        with loop.call("forward", SimpleNamespace(device=place), batch(cached={"a": (5, 1)})):
+            device.now += 1.0
+        device.done = min(device.now, 2.0)
+        found.append(len(recorder.named("forward")))
+    observer.worker.flush()
+    spans = [dict(zip(span.type.attributes, span.values)) for span in recorder.named("forward")]
+    assert [each.get(DEVICE_TIME) for each in spans] == [1.0, 1.0, None, None, None]
+    assert found == [0, 1, 3, 4, 4]
+    assert device.waited == 0
 
 
 def test_sglangs_forward_has_the_time_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

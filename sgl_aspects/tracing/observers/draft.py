@@ -67,9 +67,7 @@ class DraftObserver:
                 step.child = before
                 if error is not None:
                     tracker.fail(step, 1 << child, error_type(error))
-            elif step_id := forward.worker.step_id:
-                run_id = layout.child_id(step_id, layout.CHILD_RUN_BATCH)
-                span_id, problem = self._recorder.new_id(), error_type(error)
-                write(span_id, step_id, run_id, start_ns, monotonic_ns(), (), problem)
+            elif forward.worker.step_id:
+                forward.worker.write(write, start_ns, error)
 
         return enter, leave

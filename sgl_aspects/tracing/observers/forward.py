@@ -8,12 +8,12 @@ level 4 every pass.
 
 from __future__ import annotations
 
-import logging
 from time import monotonic_ns
 from typing import Any
 
 from sgl_aspects.engines.contract import WITHOUT_STEPS, Observation
-from sgl_aspects.tracing.lifecycle import Step, StepTracker, Trackers
+from sgl_aspects.tracing.lifecycle import Step, Trackers
+from sgl_aspects.tracing.observers.device import TimedPasses
 from sgl_aspects.tracing.observers.worker import WorkerPasses
 from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.format import (
@@ -22,7 +22,6 @@ from sgl_aspects.tracing.record.format import (
     CHILD_SAMPLE,
     FORWARD_END,
     FORWARD_START,
-    PASSES_PER_STREAM,
     RUN_END,
     SAMPLE_END,
     SAMPLE_START,
@@ -32,12 +31,10 @@ from sgl_aspects.tracing.record.format import (
 )
 from sgl_aspects.tracing.records import error_type
 
-logger = logging.getLogger(__name__)
-
 _FAILED = 1 << CHILD_FORWARD
 
 
-class ForwardObserver(native.ForwardPath):
+class ForwardObserver(TimedPasses):
     """Stores the timestamps of ``forward`` and ``sample`` in the running step, with the device's time.
 
     A nested pass (a draft model's) belongs to the outer one. Outside a step (a warm-up, the capture of a
@@ -45,39 +42,27 @@ class ForwardObserver(native.ForwardPath):
     where available, handles plain passes and calls these methods for the others.
     """
 
-    tracker: StepTracker
     step: Step | None
-    events: Any
-    stream: Any
-    met_runner: Any
     met_steps: Any
 
     def __init__(self, trackers: Trackers) -> None:
+        super().__init__(trackers)
         engine = trackers.engine
-        self.tracker, self._recorder = trackers.steps, trackers.recorder
         self.worker = WorkerPasses(trackers)
         self.is_joined = engine.has("batch.shared_id")
-        self._runner = engine.call_reader("forward", "model_runner")
         self.runner_at = engine.position("forward", "model_runner")
-        self._platform_of = engine.reader("model_runner.platform")
         self._launches = "graph_launch" in engine.roles
         self._graph_mode = engine.call_reader("graph_mode", "graph")
         self._has_graphs = not engine.roles.keys().isdisjoint(("graph_launch", "graph_replay", "graph_mode"))
-        self.eager_text = self.replayed_text = self.device_text = self.stream_handle = 0
+        self.eager_text = self.replayed_text = self.device_text = 0
         #: The first value of the latest results of ``graph_mode``: replayed, and eager.
         self.replayed_value = self.eager_value = None
-        self.met_steps = self.met_runner = None
-        self._platform: Any = None
-        self.has_events = False
-        #: The step of the running pass, and its events; whether the first of them has been recorded.
-        self.step = self.events = None
-        self.has_begun = self.has_ended = self.has_parts = False
+        #: The step of the running pass.
+        self.step = self.met_steps = None
         #: A bit for each mode: whether the last pass replayed a graph, or could have. An event costs the
         #: device as much as a small kernel: where the launch marks the begin, entering does not.
         self.expects = 0
-        #: The stream of the passes: looking it up takes longer than recording an event in it.
-        self.stream = None
-        self.passes = self.replays = 0
+        self.replays = 0
 
     def observations(self) -> list[Observation]:
         # In a process without steps it detects changes of the level.
@@ -194,17 +179,6 @@ class ForwardObserver(native.ForwardPath):
             self.events[1](self.stream)
             self.has_ended = True
 
-    def _take_events(self) -> None:
-        self.events = self.tracker.take_events(self._platform)
-        self.has_begun = self.has_ended = self.has_parts = False
-
-    def _begin_on_device(self) -> None:
-        self.passes += 1
-        if not self.passes & PASSES_PER_STREAM:
-            self._take_stream()
-        self.events[0](self.stream)
-        self.has_begun = True
-
     def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tracker = self.tracker
         step = tracker.running
@@ -235,24 +209,10 @@ class ForwardObserver(native.ForwardPath):
                 tracker.take(step.batch, step.result)
                 tracker.end(step, now)
 
-    def _take_stream(self) -> None:
-        self.stream = self._platform.current_stream()
-        self.stream_handle = self._platform.stream_handle(self.stream)
-
     def _meet(self, runner: Any, step: Step) -> None:
         """Take a new runner, or a new ring file for the texts."""
-        text = self._recorder.text
-        self.met_runner, self.met_steps = runner, step.steps
-        self._platform = platform = self._platform_of(runner)
-        if platform is not None:
-            try:
-                platform.create_event()
-                self._take_stream()
-            except NotImplementedError as error:
-                logger.info("no device time in traces: %s", error)
-                self._platform = None
-        self.has_events = self._platform is not None
-        name = getattr(platform, "device_name", None)
+        self._meet_runner(runner)
+        self.met_steps, text, name = step.steps, self._recorder.text, self.device_name
         self.eager_text = text("eager") if self._has_graphs else 0
         self.replayed_text = text("replayed")
         self.device_text = text(str(name)) if name else 0
