@@ -89,7 +89,7 @@ def _response_id(request: Any) -> str | None:
 
 def _operation(request: Any) -> str | None:
     """Return it where no path is known, of a front end in Rust or without a server: by the id."""
-    if request.pooling_params is not None:
+    if getattr(request, "pooling_params", None) is not None:
         return "embeddings"
     return "chat" if request.request_id.startswith("chatcmpl-") else None
 

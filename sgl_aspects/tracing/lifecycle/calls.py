@@ -425,7 +425,7 @@ class CallTracker:
         to_first = (first_ns - call.start_ns) / 1e9 if first_ns and first_ns >= call.start_ns else None
         problem = problem or next(filter(None, (self._engine.outcome(one).problem for one in reasons)), "")
         if problem and exchange is not None and exchange.status >= 400:
-            status = exchange.status
+            status, prompt, output, cached = exchange.status, None, None, None
         if call.detokenize:
             self._write_detokenized(call.detokenize[0], call.span_id, call.detokenize)
         text = None

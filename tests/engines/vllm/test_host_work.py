@@ -24,7 +24,7 @@ from tests.support.vllm_server import serve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-GRAMMAR, AGAIN, CHAT, ADAPTED, WHOLE, STREAMED, THOUGHT, *PAUSED = range(10)
+GRAMMAR, AGAIN, CHAT, ADAPTED, WHOLE, STREAMED, THOUGHT, REFUSED, *PAUSED = range(11)
 #: The small model's tokenizer has other tokens than a reasoning model's: all that comes before the last of
 #: them is reasoning.
 REASONING = """
@@ -53,6 +53,8 @@ def drive(server: EngineServer, adapter: Path) -> None:
     chat = {"model": "mini", "max_tokens": 20, "messages": [{"role": "user", "content": "tell me"}]}
     for number in (GRAMMAR, AGAIN):
         server.post("/v1/chat/completions", {**chat, "response_format": form}, parent(number))
+    bad = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"type": "nonsense"}}}
+    server.post("/v1/chat/completions", {**chat, "response_format": bad}, parent(REFUSED), status=400)
     said = server.post("/v1/chat/completions", chat, parent(CHAT))["choices"][0]["message"]
     assert said["reasoning"]
     assert not said["content"]
@@ -89,7 +91,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Requests:
         }
         with serve(model, folder / "log", prefix=prefix, more=options, environment=environment) as server:
             drive(server, adapter)
-            receiver.wait_for(lambda spans: has_ended(spans, 10))
+            receiver.wait_for(lambda spans: has_ended(spans, 11))
     return Requests(receiver, by_trace(receiver.spans))
 
 
@@ -101,6 +103,12 @@ def test_a_request_waits_for_its_grammar_in_a_phase_of_its_own(run: Requests) ->
     for number in (GRAMMAR, AGAIN, CHAT):
         wanted = None if number == CHAT else "json"
         assert run.root(number).attributes.get("gen_ai.output.type") == wanted
+
+
+def test_a_grammar_that_is_none_is_refused(run: Requests) -> None:
+    root = run.root(REFUSED)
+    assert root.attributes["error.type"] == "400"
+    assert root.attributes["http.response.status_code"] == 400
 
 
 def test_the_chat_template_precedes_the_queue(run: Requests) -> None:
