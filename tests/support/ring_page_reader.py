@@ -23,7 +23,7 @@ def read_page(path: Path) -> dict[str, Any]:
         return int.from_bytes(data[offset : offset + size], "little")
 
     assert data[:8] == b"SGLARING"
-    assert word(8) == 7
+    assert word(8) == 8
     slots, slot_bytes, definitions_at, slots_at = word(40), word(48), word(56), word(64)
     assert len(data) == slots_at + slots * slot_bytes
     definitions = _definitions(data[definitions_at : definitions_at + word(16 * 8)])

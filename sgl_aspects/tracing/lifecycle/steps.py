@@ -245,7 +245,7 @@ class StepTracker(native.Tracker):
         """Record an exception. ``children``: the bits of the spans that it left."""
         words, block = step.words, step.block
         words[block + layout.STEP_ERROR] = self._recorder.text(problem)
-        words[block + layout.STEP_FAILED] |= children
+        words[block + layout.STEP_HEAD] |= children << layout.FAILED_SHIFT
 
     def end(self, step: Step, now: int) -> None:
         """End the step: its result is processed, or there will be none."""

@@ -3,7 +3,7 @@
 Each traced process has one file, ``<pid>-<random>.ring`` (mode 0600), in the folder of its run. The process
 maps it and writes; the collector reads with ``pread``; the file outlives its writer. Numbers are
 little-endian, words have 64 bits. Times are nanoseconds of the monotonic clock; plus the clock offset, taken
-once for a run, they are Unix time. This is version 7: a reader refuses any other. `format` has the same
+once for a run, they are Unix time. This is version 8: a reader refuses any other. `format` has the same
 numbers as constants.
 
 ======== ============================================
@@ -77,15 +77,15 @@ header; when its result was processed the block, but for the mark, is copied int
 ======== ===================================================================================================
 word     contents
 ======== ===================================================================================================
+0        the kind; bits 9 to 15: spans the error went through, in the order of words 3-12, 26-29
 1, 2     span id (0: no span, metrics only); key of its group of requests
 3-12     start and end of schedule, run_batch, forward, sample, process_result; the step ends with word 12
 13       number of the text of its mode
 14-18    plus one: batch size, tokens, the engine's number of the step, requests waiting, running
 19, 20   plus one: KV cache in use (millionths), device time of the forward pass
 21-23    numbers of texts: how the graph was run, the device's name, the error
-24       spans the error went through: bits 1 to 7, in the order of words 3-12, 27-30
-25, 26   plus one: tokens drafted for the batch, and accepted
-27-30    start and end of draft, draft_extend
+24, 25   plus one: tokens drafted for the batch, and accepted
+26-29    start and end of draft, draft_extend
 ======== ===================================================================================================
 
 The id of a span in a step is the step's, with the span's number (1 to 7) from bit 60 on; other ids stay below

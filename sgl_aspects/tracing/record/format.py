@@ -8,7 +8,7 @@ from sgl_aspects.run.control import OFFSET
 from sgl_aspects.run.control import SAMPLE_ALL as SAMPLE_ALL
 
 MAGIC = b"SGLARING"
-VERSION = 7
+VERSION = 8
 SUFFIX = ".ring"
 
 HEADER_BYTES = 4096
@@ -87,21 +87,21 @@ MARK_OFFSET = SLOT_BYTES - 8
     STEP_GRAPH,
     STEP_DEVICE_NAME,
     STEP_ERROR,
-    STEP_FAILED,
     STEP_DRAFTED,
     STEP_ACCEPTED,
     DRAFT_START,
     DRAFT_END,
     DRAFT_EXTEND_START,
     DRAFT_EXTEND_END,
-) = range(STEP_FIELDS := 31)
+) = range(STEP_FIELDS := 30)  # one more word is free before the mark
 STEP_WORDS = SLOT_BYTES // 8
 #: Those that are times.
 STEP_TIMES = (*range(SCHEDULE_START, PROCESS_END + 1), *range(DRAFT_START, DRAFT_EXTEND_END + 1))
 #: Figures are stored plus one, so that 0 is "unknown": numbers, nanoseconds, and the usage in millionths.
 KV_USAGE_UNIT = 1_000_000
 
-#: The spans of a step by number: in their ids, and as bits of ``STEP_FAILED``.
+#: The spans of a step by number: in their ids, and as bits of ``STEP_HEAD``, above its kind.
+FAILED_SHIFT = 8
 CHILD_SCHEDULE, CHILD_RUN_BATCH, CHILD_FORWARD, CHILD_SAMPLE, CHILD_PROCESS_RESULT = range(1, 6)
 CHILD_DRAFT, CHILD_DRAFT_EXTEND = 6, 7
 #: Ids are counted below this bit; a step's id and a child's number above it make the child's id.

@@ -61,7 +61,7 @@ def spans_of(
     found = [SpanEnd(schema.STEP, step_id, step_id, 0, start, end, values, error, links)]
     if not step_id:
         return found  # figures for the metrics
-    failed = words[layout.STEP_FAILED]
+    failed = words[layout.STEP_HEAD] >> layout.FAILED_SHIFT
     for child, type, first, last, parent in _CHILDREN:
         if not words[first]:
             continue

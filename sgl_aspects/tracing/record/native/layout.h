@@ -8,7 +8,7 @@
 #define SAMPLE_ALL 4294967296ull
 #define KIND_STEP 2ull
 #define MARK_OFFSET 248ull
-#define STEP_FIELDS 31ull
+#define STEP_FIELDS 30ull
 #define STEP_HEAD 0ull
 #define STEP_SPAN_ID 1ull
 #define STEP_GROUP 2ull
