@@ -22,6 +22,7 @@ from typing import Any
 
 import wrapt
 
+from sgl_aspects import compat
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
     MISSING,
@@ -80,13 +81,12 @@ class Slot:
         :raises HookError: it contains no callable, or cannot be replaced.
         """
         content, called = opened(place._replace(raw=self.original))
+        rebuild(self._place, {place.part: content})  # may fail: now, before anything refers to it
         if type(content) is types.FunctionType:
-            woven = WovenFunction(content)
-        else:
-            woven = WovenProxy(content, called, str(place), _binding_of(content))
-            if isinstance(content, wrapt.BaseObjectProxy):
-                called = passing_on(woven.function, called)
-        rebuild(self._place, {place.part: woven.function})  # may fail: now, before anything refers to it
+            return content, called, WovenFunction(content)
+        woven = WovenProxy(content, called, str(place), _binding_of(content))
+        if isinstance(content, wrapt.BaseObjectProxy):
+            called = passing_on(woven.function, called)
         return content, called, woven
 
     def put(self, part: str, woven: Any) -> None:
@@ -154,6 +154,9 @@ def opened(place: AttributeReference) -> Opened:
 
 def _open(place: AttributeReference) -> Opened:
     raw, owner = place.raw, place.owner
+    if compat.is_pytest_fixture(raw):
+        fix = "which pytest finds by its type; hook a function that it calls"
+        raise HookError(f"{place} is a pytest fixture, {fix}")
     if is_class(raw):
         raise HookError(
             f"{place} is a class, and a class takes only REPLACE with a class; "

@@ -20,6 +20,7 @@ from sgl_aspects.weaving.attributes import (
     current,
     derives,
     inherited,
+    is_class,
 )
 from sgl_aspects.weaving.chain import build_chain
 from sgl_aspects.weaving.descriptors import C_CALLABLES, Slot, opened
@@ -47,7 +48,7 @@ class JoinPoint(abc.ABC):
     :ivar slot: the attribute; shared by the points for the parts of one property.
     """
 
-    __slots__ = ("advices", "inner", "installed", "place", "slot", "stale")
+    __slots__ = ("advices", "inner", "place", "slot", "stale")
 
     kind: str
     function: Any = None
@@ -59,7 +60,11 @@ class JoinPoint(abc.ABC):
         self.place, self.inner, self.slot = place, inner, slot
         self.advices: list[Advice] = []
         self.stale: list[Stale] = []
-        self.installed = False
+
+    @property
+    def installed(self) -> bool:
+        """Return whether the replacement is installed; another patch may cover it."""
+        return self.place.part in self.slot.occupants
 
     @property
     def original(self) -> Any:
@@ -204,10 +209,8 @@ class FunctionJoinPoint(JoinPoint):
         self.refresh(guarded)
         if installs:
             self.slot.put(self.place.part, self.function)
-            self.installed = True
         elif not self.active and self.installed and not (self.advices and self.displaced):
             # Another patch on top may call the replacement, which stays until its last hook is removed.
-            self.installed = False
             if self.place.inherited:  # the base may have another one by now
                 below = inherited(self.place.owner, self.place.name)
                 if below is not MISSING:
@@ -293,7 +296,6 @@ def _measure(kind: type, part: str, inherits: bool, installed: bool, applied: bo
         point.refresh()
     if installed:
         point.slot.put(part, point.function)
-        point.installed = True
     return point.count_references()
 
 
@@ -354,7 +356,6 @@ class ClassJoinPoint(JoinPoint):
         self.stale.clear()
         if self.installed:
             self.slot.take_out("")
-        self.installed = bool(active)
         if active:
             if wanted not in self._own:
                 self._own[wanted] = own_referrers(wanted)
@@ -364,3 +365,11 @@ class ClassJoinPoint(JoinPoint):
                 if not any(derives(hook, subclass) for hook in hooks):
                     fault = f"the bases of {class_name(subclass)}, which was defined before; replace it, too"
                     self.stale.append(Stale(str(self.place), fault))
+
+
+def join_point_with(advice: Advice, place: AttributeReference, shared: Slot | None) -> JoinPoint:
+    """Return a new join point with its first hook; ``shared``: the slot of another part of its property."""
+    slot = shared or Slot(place)
+    point = ClassJoinPoint(place, slot) if is_class(place.raw) else FunctionJoinPoint(place, slot)
+    point.add(advice)
+    return point

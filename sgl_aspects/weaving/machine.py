@@ -37,7 +37,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from sgl_aspects import compat
 from sgl_aspects.errors import HookError, MissingTargetError
 from sgl_aspects.weaving.attributes import (
     PROPERTY_PARTS,
@@ -57,7 +56,7 @@ from sgl_aspects.weaving.chain import Compiler
 from sgl_aspects.weaving.changes import Changes
 from sgl_aspects.weaving.descriptors import Slot, callable_in
 from sgl_aspects.weaving.hooks import LOST, Advice, HookType, State, stop_without
-from sgl_aspects.weaving.joinpoints import ClassJoinPoint, FunctionJoinPoint, JoinPoint
+from sgl_aspects.weaving.joinpoints import JoinPoint, join_point_with
 from sgl_aspects.weaving.modules import (
     LazyAttributes,
     ModuleIndex,
@@ -329,12 +328,9 @@ class Weaver:
             return
         try:
             if point is None:
-                if compat.is_pytest_fixture(place.raw):
-                    fix = "which pytest finds by its type; hook a function that it calls"
-                    raise HookError(f"{place} is a pytest fixture, {fix}")
-                slot, is_whole = self._slot_of(place), is_class(place.raw)
-                point = ClassJoinPoint(place, slot) if is_whole else FunctionJoinPoint(place, slot)
-            point.add(advice)
+                point = join_point_with(advice, place, self._slot_of(place))
+            else:
+                point.add(advice)
         except Exception as error:
             if isinstance(error, HookError):
                 raise
@@ -367,9 +363,9 @@ class Weaver:
                 return other
         return None
 
-    def _slot_of(self, place: AttributeReference) -> Slot:
-        """Return the slot of another part of the same property, if there is one; otherwise a new one."""
-        return next((one.slot for one in self._parts_of(place) if one.standing is place.raw), Slot(place))
+    def _slot_of(self, place: AttributeReference) -> Slot | None:
+        """Return the slot of another part of the same property, if there is one."""
+        return next((one.slot for one in self._parts_of(place) if one.standing is place.raw), None)
 
     def _parts_of(self, place: AttributeReference) -> Iterator[JoinPoint]:
         """Yield the join points of the attribute at ``place``, for every part of a property."""
