@@ -78,11 +78,9 @@ ANSWERS: dict[str, Answer] = {
     "torch.cuda.memory:mem_get_info": lambda platform, device=None: platform.get_available_memory(
         _index(device)
     ),
-    "torch.cuda.memory:memory_allocated": lambda platform, device=None: int(
-        platform.get_current_memory_usage()
-    ),
-    "torch.cuda.memory:max_memory_allocated": lambda platform, device=None: int(
-        platform.get_current_memory_usage()
+    **dict.fromkeys(
+        ("torch.cuda.memory:memory_allocated", "torch.cuda.memory:max_memory_allocated"),
+        lambda platform, device=None: int(platform.get_current_memory_usage()),
     ),
     "torch.cuda.graphs:is_current_stream_capturing": lambda platform: platform.is_capturing(),
 }

@@ -120,22 +120,14 @@ def _compare(hook: LockedHook, place: str, locked: Fingerprint, source: Source) 
     alternates = [place] if _is_pattern(hook.target) else [place, *_alternates(hook.target)]
     found = next((one for text in alternates for one in _find(text, source)), None)
     if found is None:
-        moved = _moved(place, source)
-        if moved is None:
-            return Finding(hook, place, Change.GONE)
-        return Finding(hook, place, Change.MOVED, f"to {moved}")
+        moved = source.moved(*place.split(":")) if ":" in place else None
+        change, detail = (Change.MOVED, f"to {moved}") if moved else (Change.GONE, "")
+        return Finding(hook, place, change, detail)
     now = Fingerprint.of(found.node)
     if now.signature != locked.signature:
         change = Change.EXTENDED if _only_adds(locked.signature, now.signature) else Change.SIGNATURE
         return Finding(hook, place, change, f"{locked.signature} -> {now.signature}")
-    if now.digest != locked.digest:
-        return Finding(hook, place, Change.BODY)
-    return Finding(hook, place, Change.UNCHANGED)
-
-
-def _moved(place: str, source: Source) -> Definition | None:
-    module, colon, path = place.partition(":")
-    return source.moved(module, path) if colon else None
+    return Finding(hook, place, Change.UNCHANGED if now.digest == locked.digest else Change.BODY)
 
 
 def _alternates(target: str) -> list[str]:
