@@ -81,7 +81,8 @@ class RingReader:
         ):
             raise DamagedError(f"{self.path} is not a ring of version {layout.VERSION}")
         self.process_id = words[layout.WORD_PROCESS_ID]
-        self._clock_offset = _signed(words[layout.WORD_CLOCK_OFFSET_NS])
+        offset = words[layout.WORD_CLOCK_OFFSET_NS]
+        self._clock_offset = offset - (offset >> 63 << 64)  # signed
         self.started_ns = words[layout.WORD_STARTED_NS] + self._clock_offset
         self._decoder = Decoder(self._read_definitions, self._clock_offset)
 
@@ -258,11 +259,6 @@ class RingReader:
     def _read_definitions(self) -> bytes:
         end = min(self._header()[layout.WORD_DEFINITIONS_END], layout.DEFINITIONS_BYTES)
         return self._read(layout.HEADER_BYTES, end)
-
-
-def _signed(word: int) -> int:
-    number: int = struct.unpack("<q", struct.pack("<Q", word))[0]
-    return number
 
 
 def _whole(data: bytes, first: int) -> int:

@@ -92,9 +92,6 @@ class ChromeTraceExporter(SpanExporter):
     def shutdown(self) -> None:
         self._file.close()
 
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return True
-
 
 class Timeline:
     """Turns spans into events in any order: by end, as a collector has them, or by start.

@@ -35,9 +35,6 @@ class OtlpJsonFileExporter(SpanExporter):
     def shutdown(self) -> None:
         self._file.close()
 
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return True
-
 
 def to_json(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
     """Encode the spans as OTLP/JSON: protobuf's JSON, but enums as numbers and ids in hexadecimal.

@@ -108,7 +108,6 @@ class ReadableExporter(SpanExporter):
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner
         self.shutdown = inner.shutdown  # type: ignore[method-assign]
-        self.force_flush = inner.force_flush  # type: ignore[method-assign]
 
     def export(self, spans: Sequence[CollectedSpan]) -> SpanExportResult:  # type: ignore[override]
         return self._inner.export([span.readable() for span in spans])

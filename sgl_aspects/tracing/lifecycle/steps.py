@@ -328,9 +328,6 @@ class StepTracker(native.Tracker):
         marks = [] if native.compiled is None else [*map(_mark, (begin, end))]
         return begin.marker(), end.marker(), begin.timer(end), *marks
 
-    def give_back_events(self, events: Any) -> None:
-        self.spare_events.append(events)
-
     def device_ns(self, events: Any) -> int | None:
         """Return the time between two events, which are free again; None: the device has not reached them."""
         try:

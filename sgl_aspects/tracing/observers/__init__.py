@@ -182,7 +182,7 @@ def _observations(trackers: Trackers) -> Iterator[Observation]:
         yield from engine.observers(trackers)
 
 
-def _trace_declared(recorder: Recorder, all_trackers: list[Trackers]) -> Iterator[Callable[[], None]]:
+def _trace_declared(recorder: Recorder, all_trackers: list[Trackers]) -> Iterator[Callable[[], Any]]:
     """Weave the functions that the configuration file declares; yield functions that undo it.
 
     A function that cannot be woven is logged and stays in the report; the engine's own are traced
@@ -198,9 +198,5 @@ def _trace_declared(recorder: Recorder, all_trackers: list[Trackers]) -> Iterato
         source = aspects.HookSource(declared.where)
         observe = aspects.HookType.OBSERVE
         aspects.HookRegistry.register(target, observer, observe, source=source, required=declared.required)
-        yield partial(_unregister, target, observer)
+        yield partial(aspects.HookRegistry.unregister, target, observer, observe)
     aspects.HookRegistry.apply_hooks()
-
-
-def _unregister(target: str, observer: FunctionObserver) -> None:
-    aspects.HookRegistry.unregister(target, observer, aspects.HookType.OBSERVE)

@@ -124,7 +124,7 @@ class ForwardObserver(TimedPasses):
             step.events = events
         else:
             if events is not None:
-                self.tracker.give_back_events(events)
+                self.tracker.spare_events.append(events)
             # Unlike the last pass of this mode, it replayed no graph.
             if step.words[step.block + STEP_GRAPH] == self.eager_text:
                 self.expects &= ~_mode_bit(step)

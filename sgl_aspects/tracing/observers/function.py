@@ -35,10 +35,6 @@ class _Recording(threading.local):
 _recording = _Recording()
 
 
-def _no_span(rid: Any) -> None:
-    """Return None: there are no engines."""
-
-
 class FunctionObserver:
     """Observes the functions of one ``[[trace]]``: a span for each call.
 
@@ -47,7 +43,7 @@ class FunctionObserver:
     the request with an id.
     """
 
-    def __init__(self, recorder: Recorder, declared: DeclaredTrace, span_of: SpanOf = _no_span) -> None:
+    def __init__(self, recorder: Recorder, declared: DeclaredTrace, span_of: SpanOf = lambda _: None) -> None:
         self._recorder, self._declared, self._span_of = recorder, declared, span_of
         self.__qualname__, self.__module__ = declared.name or str(declared.target), declared.where
 
