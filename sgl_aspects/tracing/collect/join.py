@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from opentelemetry.sdk.resources import Resource
@@ -189,9 +190,9 @@ class Joiner:
         """End the run: nothing waits any longer, and requests without an end get one."""
         for _ in range(2):
             self.match_waiting()
-        for _, writer, seen in sorted(self._unmatched.take_older(math.inf), key=_since):
+        for _, writer, seen in sorted(self._unmatched.take_older(math.inf), key=itemgetter(0)):
             self._see_request(writer, seen, is_late=True)
-        for _, writer, record in sorted(self._rootless.take_older(math.inf), key=_since):
+        for _, writer, record in sorted(self._rootless.take_older(math.inf), key=itemgetter(0)):
             self._give_up(writer, record)
         for key, (_, begin) in list(self._open.items()):
             if isinstance(begin, RequestBegin):
@@ -408,7 +409,3 @@ class Joiner:
             *(all_attributes, links, status),
         )
         self._emit(_new(CollectedSpan, fields))
-
-
-def _since(waiting: tuple[float, Writer, SpanEnd | RequestSeen]) -> float:
-    return waiting[0]
