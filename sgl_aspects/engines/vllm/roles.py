@@ -24,8 +24,9 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _CORE = f"{_ENGINE}.core:EngineCore"
 _ADAPTERS = "vllm.lora.worker_manager:WorkerLoRAManager"
 _KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
-#: Offloading to the host's memory, in each worker: ``CPUOffloadingWorker`` and ``SimpleCPUOffloadWorker``.
-_TIERS = "vllm.v1.*kv_offload.**:*CPUOffload*Worker"
+#: Offloading to the host's memory, in each worker: native, or the simple connector's.
+_TIERS = "vllm.v1.kv_offload.cpu.gpu_worker:CPUOffloadingWorker"
+_COPIES = "vllm.v1.simple_kv_offload.*:*Backend.launch_copy"
 _EXECUTOR = "vllm.v1.executor.abstract:Executor+"
 _BEAMS = (
     "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
@@ -172,19 +173,22 @@ def _grammar_kind(request: Any) -> str:
     return str(request.structured_output_request.structured_output_key[0].name.lower())
 
 
-def _moved_bytes(position: int, name: str, blocks: str) -> CallReader:
+_is_store = parameter(3, "is_store")
+_copied = parameter(1, "src_blocks", len)
+
+
+def _moved_bytes(position: int, name: str, *, stores: bool) -> CallReader:
     """Return a reader of the bytes of the device's blocks that an offloading moves, of each group of layers.
 
-    ``position``, ``name``: the parameter that has them; ``blocks``: the attribute of the simple connector's
-    metadata, whose function is also called where there is nothing to move.
+    ``position``, ``name``: the parameter that has them. The simple connector has one function for both ways.
     """
     of_device = parameter(position, name)
 
     def read(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
         worker = args[0]
-        if hasattr(worker, "_connector_metadata"):
-            count = len(getattr(worker._connector_metadata, blocks))
-            return count * sum(int(cache[0].nbytes) for cache in worker.gpu_kv_caches.values())
+        if hasattr(worker, "launch_copy"):
+            is_other = bool(_is_store(args, kwargs)) is not stores
+            return 0 if is_other else _copied(args, kwargs) * int(worker._store_params.bpb.sum())
         sizes, groups = of_device(args, kwargs).group_sizes, worker._load_handler.layer_refs_per_group
         return sum(size * sum(ref.page_size_bytes for ref in refs) for size, refs in zip(sizes, groups))
 
@@ -290,12 +294,11 @@ VLLM = Engine(
                 "hit_tokens": lambda args, kwargs, result=None: result[1] if result else None,
             },
         ),
-        # submit_load, start_load_kv; submit_store, wait_for_save
         "cache_load": Role(
-            (f"{_TIERS}.s*t_load*",), reads={"bytes": _moved_bytes(3, "dst_spec", "load_gpu_blocks")}
+            (f"{_TIERS}.submit_load", _COPIES), reads={"bytes": _moved_bytes(3, "dst_spec", stores=False)}
         ),
         "cache_write_back": Role(
-            (f"{_TIERS}.*it_*or*e",), reads={"bytes": _moved_bytes(2, "src_spec", "store_gpu_blocks")}
+            (f"{_TIERS}.submit_store", _COPIES), reads={"bytes": _moved_bytes(2, "src_spec", stores=True)}
         ),
         "kv_alloc": Role((f"{_KV_CACHE}.allocate_slots",), ("_", "_", "tokens:num_new_tokens")),
         "kv_free": Role(

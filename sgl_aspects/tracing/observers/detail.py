@@ -53,7 +53,7 @@ class _Detail:
             leave(opened)
         values = [_read(read, args, kwargs, result) for read in self._readers]
         if self._moves and values[-1] == 0:
-            return  # a function that is called in each step found nothing to move
+            return  # a function that moves both ways has moved the other way, or nothing
         if step_id:
             self._write(span_id, step_id, parent_id, start_ns, end_ns, values, problem)
         else:

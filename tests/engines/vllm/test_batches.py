@@ -240,6 +240,11 @@ def test_the_client_s_id_of_an_answer(given: str, expected: str) -> None:
     assert VLLM.reader("request.response_id")(of_rust) == given
 
 
+def copies(*sizes: int) -> Any:
+    """The simple connector's copying of blocks that have so many bytes in each layer."""
+    return SimpleNamespace(launch_copy=None, _store_params=SimpleNamespace(bpb=torch.tensor(sizes)))
+
+
 def test_an_offloading_moves_the_blocks_of_each_group_of_layers() -> None:
     load, write_back = (VLLM.call_reader(role, "bytes") for role in ("cache_load", "cache_write_back"))
     layer = SimpleNamespace(page_size_bytes=10)
@@ -248,11 +253,9 @@ def test_an_offloading_moves_the_blocks_of_each_group_of_layers() -> None:
     host = SimpleNamespace(block_ids=[0, 1, 2, 3, 4])
     assert load((worker, 1, host, device), {}) == load((worker,), {"dst_spec": device}) == 3 * 20 + 2 * 10
     assert write_back((worker, 1, device, host), {}) == 80
-    metadata = SimpleNamespace(load_gpu_blocks=[4, 5], store_gpu_blocks=[])
-    caches = {"a": torch.zeros(8, 3), "b": torch.zeros(8, 5)}
-    simple = SimpleNamespace(_connector_metadata=metadata, gpu_kv_caches=caches)
-    assert load((simple,), {}) == 2 * (3 + 5) * 4
-    assert write_back((simple,), {}) == 0
+    simple = copies(12, 20)
+    assert load((simple, [4, 5], [0, 1], False), {}) == 2 * (12 + 20)
+    assert write_back((simple, [4, 5], [0, 1], False), {}) == 0
 
 
 def test_what_a_worker_loads_and_writes_back_belongs_to_its_passes() -> None:
@@ -263,21 +266,22 @@ def test_what_a_worker_loads_and_writes_back_belongs_to_its_passes() -> None:
     observers = ForwardObserver(trackers), DetailObserver(trackers)
     loop = Loop(one for each in observers for one in each.observations())
     runner = SimpleNamespace(device="meta")
-    metadata = SimpleNamespace(load_gpu_blocks=[4, 5], store_gpu_blocks=[1])
-    worker = SimpleNamespace(_connector_metadata=metadata, gpu_kv_caches={"a": torch.zeros(8, 3)})
-    idle = SimpleNamespace(_connector_metadata=SimpleNamespace(store_gpu_blocks=[]), gpu_kv_caches={})
-    for message, role in ((batch(), "cache_load"), (batch(new={"a": 5}), "cache_write_back")):
-        with loop.call("forward", runner, message), loop.call(role, worker):
+    load, store = (copies(12), [4], [0], False), (copies(12), [4], [0], True)
+    for message, role, moved in (
+        (batch(), "cache_load", load),
+        (batch(new={"a": 5}), "cache_write_back", store),
+    ):
+        with loop.call("forward", runner, message), loop.call(role, *moved):
             pass
-    for moving in (worker, idle):
-        with loop.call("cache_write_back", moving):
+    for moved in (store, load):
+        with loop.call("cache_write_back", *moved):
             pass
     step_id = shared_id(batch(new={"a": 5}))
     run_id = layout.child_id(step_id or 0, layout.CHILD_RUN_BATCH)
     (forward,) = recorder.named("forward")
-    (load,), written = (recorder.named(name) for name in ("cache.load", "cache.write_back"))
-    assert {span.root_id for span in (load, *written)} == {step_id}
-    assert [span.parent_id for span in (load, *written)] == [step_id, forward.span_id, run_id]
+    (loaded,), written = (recorder.named(name) for name in ("cache.load", "cache.write_back"))
+    assert {span.root_id for span in (loaded, *written)} == {step_id}
+    assert [span.parent_id for span in (loaded, *written)] == [step_id, forward.span_id, run_id]
 
 
 def test_below_level_3_a_forward_pass_has_a_hook_only_where_no_step_runs(
