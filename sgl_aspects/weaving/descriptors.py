@@ -75,6 +75,11 @@ class Slot:
         self.superseded = False
         self.occupants: dict[str, Any] = OwnDict()
 
+    @property
+    def expected(self) -> Any:
+        """The entry in the dictionary of the owner, unless other code has changed it."""
+        return MISSING if self._place.inherited and not self.occupants else self.standing
+
     def weave(self, place: AttributeReference) -> tuple[Any, Callable[..., Any], WovenFunction]:
         """Return the callable in the attribute, the function to call for it, and its replacement.
 
@@ -106,8 +111,7 @@ class Slot:
         parts = occupants if inherits and not occupants else OwnDict(self._rebound_parts(), **occupants)
         wanted = rebuild(self._place, parts) if parts else self.original
         present = current(owner, name)
-        vacant = inherits and not self.occupants
-        if self.superseded or present is not (MISSING if vacant else self.standing):
+        if self.superseded or present is not self.expected:
             logger.info("%s: another patch is there; it is left in place", self._place)
         elif inherits and not occupants:
             delattr(owner, name)

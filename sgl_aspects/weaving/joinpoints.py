@@ -77,11 +77,6 @@ class JoinPoint(abc.ABC):
         return self.slot.standing
 
     @property
-    def expected(self) -> Any:
-        """The entry in the dictionary of the owner, unless other code has changed it."""
-        return MISSING if self.place.inherited and not self.installed else self.standing
-
-    @property
     def displaced(self) -> bool:
         """Return whether another object has replaced the installed one."""
         return self.installed and current(self.place.owner, self.place.name) is not self.standing
@@ -89,7 +84,7 @@ class JoinPoint(abc.ABC):
     @property
     def known_by(self) -> tuple[Any, ...]:
         """The objects that are this join point under any name: the attribute's value, the callable in it."""
-        return (self.standing,) if self.installed or not self.place.inherited else ()
+        return () if self.slot.expected is MISSING else (self.standing,)
 
     @property
     def active(self) -> bool:

@@ -352,7 +352,7 @@ class Weaver:
     def _standing_at(self, place: AttributeReference) -> JoinPoint | None:
         """Return the point installed at ``place`` now, under this name or another one; or None."""
         for point in reversed(self._at.get(place.key, ())):
-            if current(place.owner, place.name) is point.expected:
+            if current(place.owner, place.name) is point.slot.expected:
                 return point
         if place.inherited:
             return None
