@@ -97,8 +97,8 @@ class StepTracker(native.Tracker):
     ``untimed``: the number of graph replays between two whose device time is read. ``has_passes``: the steps'
     forward passes run in this process, so that no other needs to derive their ids.
     ``remote``: where steps run in another process, the step of the latest pass here, and its open span.
-    ``on_level`` is called once, before a step, when the recorder's level has changed; ``on_asked`` when a
-    command asks something.
+    ``on_level`` is called once, with the level and ``has_passes``, before a step, when the recorder's level
+    has changed; ``on_asked`` when a command asks something.
     """
 
     steps: OpenSteps | None
@@ -115,7 +115,7 @@ class StepTracker(native.Tracker):
         self.remote = 0, 0
         self.level = recorder.level
         self.finishing = self.has_passes = False
-        self.on_level: Callable[[int], None] | None = None
+        self.on_level: Callable[[int, bool], None] | None = None
         self.on_asked: Callable[[], None] | None = None
         self.in_flight, self.late, self.details, self.spare, self.spare_events = [], [], [], [], []
         self._recorder = recorder
@@ -190,7 +190,7 @@ class StepTracker(native.Tracker):
         if level != self.level:
             self.level = level
             if self.on_level is not None:
-                self.on_level(level)
+                self.on_level(level, self.has_passes)
         if word != level and self.on_asked is not None:
             self.on_asked()
         return level

@@ -83,7 +83,7 @@ def _weave_engine(
     forward = ForwardObserver(trackers)
     drafts = DraftObserver(trackers, forward)
     own = [*_observations(trackers), *forward.observations(), *drafts.observations()]
-    woven = WovenLevels(trackers, own)
+    woven = WovenLevels(engine, own)
     undo += [forward.worker.flush, woven.remove, trackers.steps.flush]
     if isinstance(recorder, RingRecorder):  # others have no control block to ask in
         undo.append(ProfileObserver(trackers, recorder, forward.worker, woven.weave).remove)
@@ -95,8 +95,8 @@ def _weave_engine(
 class WovenLevels:
     """The observations of one engine, woven by level."""
 
-    def __init__(self, trackers: Trackers, observations: list[Observation]) -> None:
-        self._engine, self._steps = trackers.engine, trackers.steps
+    def __init__(self, engine: Engine, observations: list[Observation]) -> None:
+        self._engine = engine
         self._advices: dict[int, list[aspects.Advice]] = {}
         self._missing: set[str] = set()
         self._woven: set[int] = set()
@@ -104,10 +104,13 @@ class WovenLevels:
             own = [one for one in observations if (one.level and max(one.level, _ALWAYS)) == level]
             self._advices[level] = [*_advices(self._engine.every_role, own, self._log_missing)]
 
-    def set_level(self, level: int) -> None:
-        """Weave the observations of ``level``, and remove those above it: each in one search of the heap."""
+    def set_level(self, level: int, has_passes: bool = False) -> None:
+        """Weave the observations of ``level``, and remove those above it: each in one search of the heap.
+
+        ``has_passes``: the passes of this process's steps run in it.
+        """
         wanted = {own for own in self._advices if own <= max(level, _ALWAYS)}
-        if level < 3 and self._steps.has_passes:
+        if level < 3 and has_passes:
             wanted.remove(WITHOUT_STEPS)
         self._change(wanted - self._woven, aspects.weave)
         self._change(self._woven - wanted, _remove)

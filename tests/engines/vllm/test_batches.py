@@ -310,7 +310,7 @@ def test_below_level_3_a_forward_pass_has_a_hook_only_where_no_step_runs(
     recorder.steps.words[layout.WORD_LEVEL] = 2
     trackers = Trackers.of(dataclasses.replace(VLLM, roles={**VLLM.roles, **roles}), recorder, DEFAULTS)
     observers = StepObserver(trackers), ForwardObserver(trackers)
-    woven = WovenLevels(trackers, [one for each in observers for one in each.observations()])
+    woven = WovenLevels(trackers.engine, [one for each in observers for one in each.observations()])
     trackers.steps.on_level = woven.set_level
     woven.set_level(2)
     is_hooked = []

@@ -81,7 +81,7 @@ def test_the_simple_connector_moves_blocks() -> None:
     recorder.level = 4
     trackers = Trackers.of(VLLM, recorder, DEFAULTS)
     trackers.steps.remote = 7, 8
-    woven = WovenLevels(trackers, DetailObserver(trackers).observations())
+    woven = WovenLevels(trackers.engine, DetailObserver(trackers).observations())
     woven.set_level(4)
     copies: Any = DmaCopyBackend()
     copies._queue = SimpleNamespace(put=lambda copy: None)
