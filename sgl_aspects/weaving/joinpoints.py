@@ -13,17 +13,19 @@ from typing import Any
 from sgl_aspects.errors import HookError
 from sgl_aspects.weaving.attributes import (
     MISSING,
+    PROPERTY_PARTS,
     AttributeReference,
     OwnDict,
     bases,
     class_name,
     current,
     derives,
+    holds,
     inherited,
     is_class,
 )
 from sgl_aspects.weaving.chain import build_chain
-from sgl_aspects.weaving.descriptors import C_CALLABLES, Slot, opened
+from sgl_aspects.weaving.descriptors import C_CALLABLES, Slot, callable_in, opened
 from sgl_aspects.weaving.functions import WovenFunction
 from sgl_aspects.weaving.hooks import Advice, FunctionKind, HookType, innermost_first
 from sgl_aspects.weaving.rebinding import Pair, Stale
@@ -362,9 +364,92 @@ class ClassJoinPoint(JoinPoint):
                     self.stale.append(Stale(str(self.place), fault))
 
 
-def join_point_with(advice: Advice, place: AttributeReference, shared: Slot | None) -> JoinPoint:
-    """Return a new join point with its first hook; ``shared``: the slot of another part of its property."""
-    slot = shared or Slot(place)
-    point = ClassJoinPoint(place, slot) if is_class(place.raw) else FunctionJoinPoint(place, slot)
-    point.add(advice)
-    return point
+class JoinPoints:
+    """The join points of a weaver, by their attributes and by the objects that are one under any name."""
+
+    def __init__(self) -> None:
+        self._points: dict[JoinPoint, None] = {}
+        self._at: dict[tuple[int, str, str], list[JoinPoint]] = {}  # by attribute, the latest last
+        self._by_object: dict[int, JoinPoint] = {}
+
+    def __iter__(self) -> Iterator[JoinPoint]:
+        return iter(list(self._points))
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def at(self, place: AttributeReference) -> list[JoinPoint]:
+        """Return the points made for the attribute at ``place``, the latest last."""
+        return [*self._at.get(place.key, ())]
+
+    def standing_at(self, place: AttributeReference) -> JoinPoint | None:
+        """Return the point installed at ``place`` now, under this name or another one; or None."""
+        for point in reversed(self.at(place)):
+            if current(place.owner, place.name) is point.slot.expected:
+                return point
+        if place.inherited:
+            return None
+        # Another name of a woven object, or another descriptor around it.
+        for seen, part in ((callable_in(place), None), (place.raw, place.part)):
+            other = self._by_object.get(id(seen))
+            if other is not None and part in (None, other.place.part) and holds(other.known_by, seen):
+                return other
+        return None
+
+    def giving(self, obj: Any) -> JoinPoint | None:
+        """Return the point that has installed this object."""
+        point = self._by_object.get(id(obj))
+        return point if point is not None and point.standing is obj else None
+
+    def add(self, advice: Advice, place: AttributeReference) -> JoinPoint:
+        """Return a new join point with its first hook, above those made for ``place`` before."""
+        slot = next((one.slot for one in self._parts_of(place) if one.standing is place.raw), None)
+        slot = slot or Slot(place)
+        point = ClassJoinPoint(place, slot) if is_class(place.raw) else FunctionJoinPoint(place, slot)
+        point.add(advice)
+        for below in self.at(place):
+            below.slot.superseded = True
+        self._points[point] = None
+        self._at.setdefault(place.key, []).append(point)
+        for seen in point.known_by:
+            self._by_object.setdefault(id(seen), point)
+        return point
+
+    def discard(self, point: JoinPoint) -> None:
+        """Remove ``point``, if it is here."""
+        if point not in self._points:
+            return
+        del self._points[point]
+        here = self._at[point.place.key]
+        here.remove(point)
+        if not here:
+            del self._at[point.place.key]
+        self.forget_objects(point)
+        for other in self._parts_of(point.place):
+            self.note_objects(other)
+
+    def note_objects(self, point: JoinPoint) -> None:
+        """Know ``point`` by its objects, which it has just changed."""
+        self._by_object.update((id(seen), point) for seen in point.known_by)
+
+    def forget_objects(self, point: JoinPoint) -> None:
+        """Know ``point`` no longer by its objects, which it is about to change."""
+        for seen in point.known_by:
+            if self._by_object.get(id(seen)) is point:
+                del self._by_object[id(seen)]
+
+    def note_remade(self, old: Any, new: Any) -> None:
+        """Note that rebinding has made the attribute of a join point anew, for another function in it."""
+        point = self._by_object.pop(id(old), None)
+        if point is not None and point.standing is old:
+            point.slot.standing = new
+            self._by_object[id(new)] = point
+
+    def displaced(self) -> list[JoinPoint]:
+        """Return the points that another patch covers."""
+        return [points[-1] for points in self._at.values() if points[-1].displaced]
+
+    def _parts_of(self, place: AttributeReference) -> Iterator[JoinPoint]:
+        """Yield the join points of the attribute at ``place``, for every part of a property."""
+        for part in ("", *PROPERTY_PARTS):
+            yield from self._at.get((id(place.owner), place.name, part), ())

@@ -39,12 +39,10 @@ from typing import Any
 
 from sgl_aspects.errors import HookError, MissingTargetError
 from sgl_aspects.weaving.attributes import (
-    PROPERTY_PARTS,
     AttributeReference,
     OwnDict,
     Presence,
     class_name,
-    current,
     find,
     holds,
     is_class,
@@ -54,9 +52,8 @@ from sgl_aspects.weaving.attributes import (
 )
 from sgl_aspects.weaving.chain import Compiler
 from sgl_aspects.weaving.changes import Changes
-from sgl_aspects.weaving.descriptors import Slot, callable_in
 from sgl_aspects.weaving.hooks import LOST, Advice, HookType, State, stop_without
-from sgl_aspects.weaving.joinpoints import JoinPoint, join_point_with
+from sgl_aspects.weaving.joinpoints import JoinPoint, JoinPoints
 from sgl_aspects.weaving.modules import (
     LazyAttributes,
     ModuleIndex,
@@ -80,10 +77,7 @@ class Weaver:
 
     def __init__(self) -> None:
         self._advices: dict[Advice, None] = {}
-        self._points: dict[JoinPoint, None] = {}
-        self._at: dict[tuple[int, str, str], list[JoinPoint]] = {}  # by attribute, the latest last
-        # By what is installed: one object often has several names.
-        self._by_object: dict[int, JoinPoint] = {}
+        self._points = JoinPoints()
         self._touched: dict[JoinPoint, None] = {}  # to be applied
         self._just_run: Any = None  # the module whose code has run in the current import
         self._changes = Changes(self._count_anew)
@@ -320,15 +314,14 @@ class Weaver:
         :param rerun: the object at ``place`` is new, not a patch.
         :raises HookError: the object at ``place`` cannot take this hook, for any error.
         """
-        here = self._at.get(place.key, ())
-        if not rerun and any(advice in point.advices for point in here):
+        if not rerun and any(advice in point.advices for point in self._points.at(place)):
             return
-        point = self._standing_at(place)
+        point = self._points.standing_at(place)
         if point is not None and advice in point.advices:
             return
         try:
             if point is None:
-                point = join_point_with(advice, place, self._slot_of(place))
+                point = self._points.add(advice, place)
             else:
                 point.add(advice)
         except Exception as error:
@@ -340,45 +333,15 @@ class Weaver:
             self._warn_of_second_replace(advice, point)
             if point.installed:
                 give_original(advice.hook, point.standing, point.original)
-        if point not in self._points:
-            for below in here:
-                below.slot.superseded = True
-            self._points[point] = None
-            self._at.setdefault(place.key, []).append(point)
-            for seen in point.known_by:
-                self._by_object.setdefault(id(seen), point)
         self._touched[point] = None
-
-    def _standing_at(self, place: AttributeReference) -> JoinPoint | None:
-        """Return the point installed at ``place`` now, under this name or another one; or None."""
-        for point in reversed(self._at.get(place.key, ())):
-            if current(place.owner, place.name) is point.slot.expected:
-                return point
-        if place.inherited:
-            return None
-        # Another name of a woven object, or another descriptor around it.
-        for seen, part in ((callable_in(place), None), (place.raw, place.part)):
-            other = self._by_object.get(id(seen))
-            if other is not None and part in (None, other.place.part) and holds(other.known_by, seen):
-                return other
-        return None
-
-    def _slot_of(self, place: AttributeReference) -> Slot | None:
-        """Return the slot of another part of the same property, if there is one."""
-        return next((one.slot for one in self._parts_of(place) if one.standing is place.raw), None)
-
-    def _parts_of(self, place: AttributeReference) -> Iterator[JoinPoint]:
-        """Yield the join points of the attribute at ``place``, for every part of a property."""
-        for part in ("", *PROPERTY_PARTS):
-            yield from self._at.get((id(place.owner), place.name, part), ())
 
     def _warn_of_second_replace(self, advice: Advice, point: JoinPoint) -> None:
         earlier = [one for one in point.advices if one.hook_type is HookType.REPLACE and one is not advice]
         if earlier:
             logger.warning("%s overrides %s; removing it restores that one", advice, earlier[-1])
         owner, name = point.place.owner, point.place.name
-        giving = self._by_object.get(id(owner))
-        if giving is not None and giving.standing is owner and name in namespace(owner):
+        giving = self._points.giving(owner)
+        if giving is not None and name in namespace(owner):
             for replacing in giving.advices:
                 logger.warning("%s overrides %s of the class given by %s", advice, name, replacing)
 
@@ -391,38 +354,32 @@ class Weaver:
         extra = {point: point.extra for point in points}  # first: what follows refers to them, too
         before = OwnDict((point, point.standing) for point in points)
         for point in points:
-            self._forget_objects(point)
+            self._points.forget_objects(point)
             try:
                 point.apply(self._compiler.guards)
             except Exception as error:  # noqa: BLE001  the engine's own __setattr__ may raise anything
                 self._refuse(point, error, refused)
         for point in points:
-            self._note_objects(point)
+            self._points.note_objects(point)
         # Only now: the parts of a property share their attribute.
         changed = [point for point in points if before[point] is not point.standing]
         pairs: list[Pair] = []
         for point in changed:
             pairs += point.pairs(before[point], extra[point])
-        stale = rebind(pairs, self._note_remade)
+        stale = rebind(pairs, self._points.note_remade)
         for point in changed:
             names = {describe(before[point]), describe(point.inner)} if point.installed else set()
             point.stale[:0] = [one for one in stale if one.target in names]
         for point in points:
             if not point.advices:
-                self._drop(point)
+                point.release()
+                self._points.discard(point)
         self._move_members([before[point] for point in changed if is_class(before[point])])
         for advice, fault in refused.items():
             # Subclasses of C types, which cannot be hooked, are found when their modules have loaded.
             if not advice.points and advice in self._advices:
                 advice.fail(fault, strict=strict)
         return points
-
-    def _note_remade(self, old: Any, new: Any) -> None:
-        """Note that rebinding has made the attribute of a join point anew, for another function in it."""
-        point = self._by_object.pop(id(old), None)
-        if point is not None and point.standing is old:
-            point.slot.standing = new
-            self._by_object[id(new)] = point
 
     def _refuse(self, point: JoinPoint, error: Exception, refused: dict[Advice, HookError]) -> None:
         """Detach the hooks of a point whose attribute cannot be written, as of a C type."""
@@ -446,27 +403,6 @@ class Weaver:
             advice.state, advice.detail = State.PENDING, "its class was replaced or restored"
         absent = [advice for advice in self._advices if advice.state is State.MISSING]
         self._weave(self._in_loaded_modules([*moved, *absent]), strict=False)
-
-    def _drop(self, point: JoinPoint) -> None:
-        point.release()
-        if point not in self._points:
-            return
-        del self._points[point]
-        here = self._at[point.place.key]
-        here.remove(point)
-        if not here:
-            del self._at[point.place.key]
-        self._forget_objects(point)
-        for other in self._parts_of(point.place):
-            self._note_objects(other)
-
-    def _note_objects(self, point: JoinPoint) -> None:
-        self._by_object.update((id(seen), point) for seen in point.known_by)
-
-    def _forget_objects(self, point: JoinPoint) -> None:
-        for seen in point.known_by:
-            if self._by_object.get(id(seen)) is point:
-                del self._by_object[id(seen)]
 
     # -- 4. detach --------------------------------------------------------------------------------------
 
@@ -499,7 +435,7 @@ class Weaver:
     def displaced(self) -> list[JoinPoint]:
         """Return the points that another patch covers."""
         with self.lock:
-            return [points[-1] for points in self._at.values() if points[-1].displaced]
+            return self._points.displaced()
 
     def points_named(self, target: Target) -> list[JoinPoint]:
         """Return the join points of ``target`` in loaded modules, under whatever name they were woven."""
@@ -508,7 +444,7 @@ class Weaver:
             for name, module in loaded(target) if self._points else ():
                 for path in target.attribute_paths(name):
                     for place in find(module, path):
-                        standing = self._standing_at(place)
-                        below = [point for point in self._at.get(place.key, ()) if point is not standing]
+                        standing = self._points.standing_at(place)
+                        below = [point for point in self._points.at(place) if point is not standing]
                         found.update(dict.fromkeys(below if standing is None else [*below, standing]))
             return list(found)
