@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -124,7 +124,7 @@ class _Outputs(NamedTuple):
     ``stopped``: requests whose text has a stop string, which the engine does not see.
     """
 
-    outputs: Iterable[Any]
+    outputs: Sequence[Any]
     stopped: Iterable[str]
 
     def each(self) -> Iterator[tuple[str, str | None]]:
@@ -144,7 +144,7 @@ class _Outputs(NamedTuple):
 
     def tiers(self, index: int) -> tuple[int, None] | None:
         """Return the cached tokens that a connector brought: to the host's memory, of most."""
-        stats = [*self.outputs][index].prefill_stats
+        stats = self.outputs[index].prefill_stats
         return stats and (stats.num_external_cached_tokens, None)
 
     def _reason(self, output: Any) -> str | None:

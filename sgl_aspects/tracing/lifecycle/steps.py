@@ -96,7 +96,8 @@ class StepTracker(native.Tracker):
     step being launched or processed. ``finishing``: a request may have ended since the latest result.
     ``untimed``: the number of graph replays between two whose device time is read. ``has_passes``: the steps'
     forward passes run in this process, so that no other needs to derive their ids.
-    ``remote``: where steps run in another process, the step of the latest pass here, and its open span.
+    ``remote``: where steps run in another process, the step of the latest pass here (0: it is not recorded),
+    and its open span.
     ``on_level`` is called once, with the level and ``has_passes``, before a step, when the recorder's level
     has changed; ``on_asked`` when a command asks something.
     """

@@ -67,7 +67,7 @@ class DraftObserver:
                 step.child = before
                 if error is not None:
                     tracker.fail(step, 1 << child, error_type(error))
-            elif forward.worker.step_id:
+            elif tracker.remote[0]:
                 forward.worker.write(write, start_ns, error)
 
         return enter, leave

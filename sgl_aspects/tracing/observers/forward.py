@@ -182,7 +182,7 @@ class ForwardObserver(TimedPasses):
     def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tracker = self.tracker
         step = tracker.running
-        if self.worker.step_id:
+        if self.tracker.remote[0]:
             return self.worker.sample_enter()
         if step is None:  # a wait for the previous result: it belongs to the batch launched last
             step = tracker.in_flight[-1] if tracker.in_flight else None

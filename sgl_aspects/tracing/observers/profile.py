@@ -127,7 +127,7 @@ class ProfileObserver:
         if not begin_ns:
             return
         self._is_inside = False
-        step_id, span_id = self._worker.step_id, self._worker.span_id
+        step_id, span_id = self._tracker.remote[0], self._worker.span_id
         if self._tracker.running is not None:
             step_id, _ = self._tracker.parent_of_detail()
             span_id = layout.child_id(step_id, layout.CHILD_FORWARD)

@@ -25,7 +25,7 @@ _DEVICE_TIME = 4  # index of its value
 class WorkerPasses(TimedPasses):
     """Writes ``forward``, and at level 4 ``sample``, where steps run in another process.
 
-    ``step_id``, ``span_id``: of the latest pass, 0 if it is not recorded; ``graph``: how that pass ran.
+    ``span_id``: of the latest pass, whose step the tracker has as ``remote``; ``graph``: how that pass ran.
     """
 
     def __init__(self, trackers: Trackers) -> None:
@@ -37,13 +37,13 @@ class WorkerPasses(TimedPasses):
         self._shared_id = engine.reader("batch.shared_id")
         self._values = engine.values_reader("batch", ("mode", "reqs", "num_tokens"))
         self._mode_name = engine.reader("mode.name")
-        self.step_id = self.span_id = 0
+        self.span_id = 0
         self.graph: str | None = None
         self._waiting: collections.deque[tuple[Any, Any]] = collections.deque()
 
     def forward_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder, tracker = self._recorder, self.tracker
-        self.step_id, tracker.remote = 0, (0, 0)
+        tracker.remote = 0, 0
         level = recorder.steps.words[layout.WORD_LEVEL]
         if level != tracker.level:
             level = tracker.follow_level(level)
@@ -58,7 +58,7 @@ class WorkerPasses(TimedPasses):
             tracker.write_details(step_id if is_recorded else 0)
         if not is_recorded:
             return None
-        self.step_id, self.span_id, self.graph = step_id, recorder.new_id(), None
+        self.span_id, self.graph = recorder.new_id(), None
         tracker.remote = step_id, self.span_id
         runner = self._runner(args, kwargs)
         if runner is not self.met_runner:
