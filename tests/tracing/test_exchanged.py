@@ -70,6 +70,26 @@ def test_an_answer_begins_with_its_first_part(bodies: list[bytes], first: int, r
     assert found.response_id == response_id
 
 
+def test_what_runs_after_a_response_is_not_of_its_request() -> None:
+    """SGLang waits for two seconds after each streamed answer, in case that its client was gone."""
+    exchange, respond, _ = ExchangeObserver([], DEFAULTS).observations()
+    cycle = SimpleNamespace(scope={}, transport=None, response_complete=False, disconnected=False)
+    token = exchange.enter((cycle,), {})
+    found = current_exchange.get()
+    assert found is not None
+    ended: list[bool] = []
+    found.at_end.append(lambda: ended.append(found.is_whole))
+    for body, more in ((b"data: {}", True), (b"", False)):
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        part = respond.enter((cycle, message), {})
+        cycle.response_complete = not more
+        assert respond.exit is not None
+        respond.exit(part, None, None)
+        assert bool(ended) is not more
+    exchange.exit(token, None, None)
+    assert ended == [True]
+
+
 def test_times_in_which_the_caller_did_not_read_add_up() -> None:
     exchange, _, await_caller = ExchangeObserver([], DEFAULTS).observations()
     cycle = SimpleNamespace(scope={}, transport=None, response_complete=True, disconnected=False)

@@ -7,6 +7,8 @@ from time import monotonic_ns
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.engines.vllm.roles import VLLM
 from sgl_aspects.tracing.lifecycle import Trackers
@@ -14,6 +16,7 @@ from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange
 from sgl_aspects.tracing.observers.serving import ServingObserver
 from sgl_aspects.tracing.options import DEFAULTS
 from sgl_aspects.tracing.records import RequestBegin
+from sgl_aspects.tracing.schema import REQUEST
 from tests.support.memory_recorder import Memory
 
 
@@ -71,6 +74,35 @@ def test_callers_that_go_between_two_answers_of_a_batch() -> None:
     asyncio.run(run())
     roots = [span for span in recorder.ended if span.span_id == span.root_id]
     assert [span.error for span in roots] == ["", ""]
+
+
+@pytest.mark.parametrize(("templated", "name"), [(False, "text_completion mini"), (True, "chat mini")])
+def test_a_request_that_is_refused_as_it_is_received_ends_with_its_response(
+    templated: bool, name: str
+) -> None:
+    """Of a path that does not say so, what has used a chat template is a chat."""
+    recorder = Memory()
+    observer = ServingObserver(Trackers.of(SGLANG, recorder, DEFAULTS))
+    found: dict[str, Any] = {each.role: each for each in observer.observations()}
+    exchange = Exchange({"path": "/invocations"}, monotonic_ns())
+    if templated:
+        exchange.templated.append((1, 2, (), ""))
+    before = current_exchange.set(exchange)
+    request = SimpleNamespace(
+        rid="taken", is_single=True, stream=False, sampling_params={}, received_time=0, parallel_sample_num=1
+    )
+    call = SimpleNamespace(served_model_name="mini"), request
+    token = found["serve_request"].enter((*call, None), {})
+    found["receive_request"].exit(found["receive_request"].enter(call, {}), None, ValueError())
+    found["serve_request"].exit(token, None, ValueError())
+    current_exchange.reset(before)
+    exchange.status = 400  # what follows it
+    for end in exchange.at_end:
+        end()
+    (root,) = [span for span in recorder.ended if span.type is REQUEST]
+    assert root.error == "ValueError"
+    assert root.values[-1] == 400
+    assert [record.name for record in recorder.events if isinstance(record, RequestBegin)] == [name]
 
 
 def test_a_callers_context_that_a_front_end_in_rust_hands_on_is_used() -> None:

@@ -111,6 +111,11 @@ def _answer_count(request: Any) -> int:
     return len(_rids(request)) if count is None else request.batch_size * (count + 1)
 
 
+def _prompt_length(message: Any) -> int:
+    """Return the prompt's tokens, which may come as embeddings."""
+    return len(message.input_ids if message.input_ids is not None else message.input_embeds)
+
+
 def _counts(place: tuple[Any, int]) -> tuple[int | None, int | None, int | None]:
     """Return prompt, completion and cached tokens of one request in a message to the tokenizer manager."""
     batch, index = place
@@ -341,7 +346,7 @@ SGLANG = Engine(
         "manager.description": lambda manager: processes.description(manager.server_args),
         "manager.in_flight": lambda manager: {rid: state.obj for rid, state in manager.rid_to_state.items()},
         "tokenized.rid": "rid",
-        "tokenized.count": lambda tokenized: len(tokenized.input_ids),
+        "tokenized.count": _prompt_length,
         # Read for each request with each token: attributes not needed each time are read separately.
         "outputs.each": lambda outputs: zip(outputs.rids, outputs.finished_reasons),
         "outputs.counts": _counts,
@@ -354,7 +359,7 @@ SGLANG = Engine(
         "message.abort_all": "abort_all",
         "message.reason": "finished_reason",
         "message.elsewhere": processes.carried,
-        "message.prompt_tokens": lambda message: len(message.input_ids),
+        "message.prompt_tokens": _prompt_length,
         "message.is_probe": lambda message: str(message.rid).startswith(_PROBE),
         "rid.is_probe": lambda rid: str(rid).startswith(_PROBE),
         "req.rid": "rid",

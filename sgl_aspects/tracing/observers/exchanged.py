@@ -65,7 +65,7 @@ class ExchangeObserver:
     def observations(self) -> list[Observation]:
         return [
             Observation("exchange", self._exchange_enter, self._exchange_exit),
-            Observation("respond", self._respond_enter),
+            Observation("respond", self._respond_enter, self._respond_exit),
             Observation("await_caller", self._unread_enter, self._unread_exit),
         ]
 
@@ -80,6 +80,10 @@ class ExchangeObserver:
         current_exchange.set(None)
         exchange, cycle = token
         open_exchanges.pop(id(exchange.scope), None)
+        if not exchange.is_over:
+            self._end(exchange, cycle)
+
+    def _end(self, exchange: Exchange, cycle: Any) -> None:
         exchange.is_over = True
         exchange.is_whole = cycle.response_complete and not cycle.disconnected
         for end in exchange.at_end:
@@ -87,21 +91,28 @@ class ExchangeObserver:
         if exchange.status >= 400 and not exchange.is_taken:
             self._record_refused(exchange)
 
-    def _respond_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _respond_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         exchange = current_exchange.get()
         if exchange is None:
-            return
+            return None
         message = self._message(args, kwargs, None)
         if message["type"] == "http.response.start":
             exchange.status = message["status"]
-            return
+            return None
+        ending = None if message.get("more_body") else (exchange, self._cycle(args, kwargs, None))
         body = message.get("body")
         if exchange.first_ns or not body:
-            return
+            return ending
         if not exchange.response_id and (found := _RESPONSE_ID.search(body[:_FIRST_BYTES])) is not None:
             exchange.response_id = found[1].decode()
         if _PREAMBLE.fullmatch(body) is None:
             exchange.first_ns = monotonic_ns()
+        return ending
+
+    def _respond_exit(self, ending: Any, result: Any, error: BaseException | None) -> None:
+        """End with the last part: what the application does after its response is none of the request's."""
+        if ending is not None and ending[1].response_complete:
+            self._end(*ending)
 
     def _unread_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Exchange | None, int]:
         return current_exchange.get(), monotonic_ns()

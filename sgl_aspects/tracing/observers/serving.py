@@ -189,7 +189,7 @@ class ServingObserver:
         call = serving.call = self._begin(serving, request)
         answers = self._answer_rids(request)
         if error is not None:
-            calls.record(call, error_type(error))
+            calls.fail(call, error_type(error))
         elif answers:
             calls.begin_answers(call, answers)
         else:
@@ -210,7 +210,8 @@ class ServingObserver:
             start_ns = self._received_ns(request) or serving.start_ns
         headers = self._http_headers(http or exchange)
         path = self._path(http) if http is not None else exchange.path if exchange is not None else ""
-        operation = operation_of(path)
+        is_chat = exchange is not None and exchange.templated
+        operation = operation_of(path) or ("chat" if is_chat else None)
         return self._calls.begin(
             request, serving.manager, start_ns, headers=headers, operation=operation, origin=origin
         )

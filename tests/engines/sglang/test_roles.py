@@ -20,6 +20,13 @@ def test_an_embedding_has_no_limit_of_tokens() -> None:
     assert read(SimpleNamespace(sampling_params=[{"max_new_tokens": 7}])) == 7
 
 
+def test_a_prompt_of_embeddings_has_a_length() -> None:
+    for name in ("tokenized.count", "message.prompt_tokens"):
+        read = SGLANG.reader(name)
+        assert read(SimpleNamespace(input_ids=[5, 6], input_embeds=None)) == 2
+        assert read(SimpleNamespace(input_ids=None, input_embeds=[[0.1], [0.2], [0.3]])) == 3
+
+
 @pytest.mark.parametrize(
     ("placement", "rank"),
     [
