@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
 from sgl_aspects.engines.base import CallReader, Role, parameter
+from sgl_aspects.engines.contract import Observation
 from sgl_aspects.engines.vllm import disaggregation
 
 
@@ -55,3 +57,25 @@ ROLES = {
     "describe_scheduler": Role(("vllm.v1.core.sched.scheduler:Scheduler.__init__",), reads=_describes(_core)),
     "describe_worker": Role(("vllm.v1.worker.**:GPUModelRunner.__init__",), reads=_describes(_worker)),
 }
+#: Of this integration's own observers.
+OWN_ROLES = {"submit_chats": Role(("vllm.entrypoints.llm:LLM.*chat",))}
+_submits_chats: ContextVar[bool] = ContextVar("sgl_aspects_submits_chats", default=False)
+
+
+def operation(request: Any) -> str | None:
+    """Return it where no path is known, of a front end in Rust or without a server."""
+    if getattr(request, "pooling_params", None) is not None:
+        return "embeddings"
+    return "chat" if _submits_chats.get() or request.request_id.startswith("chatcmpl-") else None
+
+
+def observers() -> Iterable[Observation]:
+    """Yield an observer of a program's chats, whose requests do not differ from others."""
+
+    def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _submits_chats.set(True)
+
+    def end(before: Any, result: Any, error: BaseException | None) -> None:
+        _submits_chats.reset(before)
+
+    return [Observation("submit_chats", begin, end)]

@@ -88,13 +88,6 @@ def _response_id(request: Any) -> str | None:
     return re.sub(r"(?<=^cmpl-)(.+)-\d+$", r"\1", given)
 
 
-def _operation(request: Any) -> str | None:
-    """Return it where no path is known, of a front end in Rust or without a server: by the id."""
-    if getattr(request, "pooling_params", None) is not None:
-        return "embeddings"
-    return "chat" if request.request_id.startswith("chatcmpl-") else None
-
-
 def _streams(request: Any) -> bool | None:
     if hasattr(request, "status"):
         return None  # the engine core's: a front end in Rust asks for each token in any case
@@ -314,7 +307,7 @@ VLLM = Engine(
         "request.shared_key": disaggregation.shared_key,
         "request.is_first_server": disaggregation.is_first_server,
         "request.response_id": _response_id,
-        "request.operation": _operation,
+        "request.operation": processes.operation,
         "request.headers": "trace_headers",
         "request.output_type": _output_type,
         "request.answer_count": _answers,
@@ -353,8 +346,8 @@ VLLM = Engine(
         "scheduler.front_end": processes.front_end,
         "model_runner.platform": lambda runner: platform_of(str(runner.device)),
     },
-    own_roles=disaggregation.ROLES,
-    observers=batch.scheduled.observations,
+    own_roles={**disaggregation.ROLES, **processes.OWN_ROLES},
+    observers=lambda trackers: [*batch.scheduled.observations(trackers), *processes.observers()],
     outcomes={"repetition": Outcome.STOPPED},
     repeats=batch.repeats,
 )

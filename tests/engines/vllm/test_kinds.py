@@ -240,6 +240,8 @@ def test_an_engine_without_a_server_has_requests(model: Path, tmp_path: Path, wo
     else:
         assert tokens == {4: 3, 8: 1}
         assert Counter(span.name for span in receiver.spans)["decode"] == 5
+        chats = [root for root in roots if root.name == "chat mini"]
+        assert len(chats) == (work == "whole()")
     steps = receiver.named("scheduler.step")
     assert steps
     assert all(step.links for step in steps)
