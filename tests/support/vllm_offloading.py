@@ -1,4 +1,4 @@
-"""vLLM's native offloading on a plain CPU: its copies by PyTorch, at once and on no stream.
+"""vLLM's native offloading on a plain CPU: its copies by PyTorch, on no stream, which end some passes later.
 
 ``PLUGIN`` is the code of a plugin for each process of a server, which runs with ``OPTIONS``.
 """
@@ -15,7 +15,8 @@ import sgl_aspects as aspects
 class Copies:
     def __init__(self, gpu_tensors, cpu_tensors, layer_refs_per_group, gpu_to_cpu, **others):
         self.pairs = list(zip(gpu_tensors, cpu_tensors))
-        self.layer_refs_per_group, self.gpu_to_cpu, self.ended = layer_refs_per_group, gpu_to_cpu, []
+        self.layer_refs_per_group, self.gpu_to_cpu = layer_refs_per_group, gpu_to_cpu
+        self.ended, self.asked = [], 0
 
     def transfer_async(self, job_id, source, target):
         from vllm.v1.kv_offload.base import TransferResult
@@ -27,11 +28,13 @@ class Copies:
             else:
                 on_device[device.block_ids] = on_host[host.block_ids]
         size = len(device.block_ids) * sum(one.shape[1] for one, _ in self.pairs)
-        self.ended.append(TransferResult(job_id, True, size, 1e-6))
+        self.ended.append((self.asked + 5, TransferResult(job_id, True, size, 1e-6)))
         return True
 
     def get_finished(self):
-        ended, self.ended = self.ended, []
+        self.asked += 1
+        ended = [result for due, result in self.ended if due <= self.asked]
+        self.ended = self.ended[len(ended):]
         return ended
 
     def wait(self, job_ids): ...

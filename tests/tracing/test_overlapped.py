@@ -348,3 +348,32 @@ def test_what_a_scheduler_does_for_its_first_batch_after_idleness_is_of_that_ste
     (schedule,) = recorder.named("schedule")
     assert [match.parent_id for match in matches] == [step.span_id, schedule.span_id]
     assert {match.root_id for match in matches} == {step.span_id}
+
+
+TIERS = """
+    class L2TransferEngine:
+        def submit_host_to_device(self, transfers):
+            return transfers
+        submit_device_to_host = submit_host_to_device
+    """
+
+
+def test_what_a_request_waits_for_through_many_passes_is_kept(
+    engine: Engine, scheduler: Any, recorder: Memory
+) -> None:
+    """vLLM's engine core schedules without a batch while blocks are loaded from the host's memory."""
+    engine.write("sglang/srt/mem_cache/l2_transfer.py", TIERS)
+    tiers = engine.load("sglang.srt.mem_cache.l2_transfer").L2TransferEngine()
+    scheduler.found = SimpleNamespace(batch_to_run=None)
+    scheduler.get_next_batch_to_run()
+    tiers.submit_host_to_device([])
+    blocks = SimpleNamespace(host_indices=[1, 2], host_pool=SimpleNamespace(size_per_token=4))
+    tiers.submit_host_to_device([blocks])
+    for _ in range(10):
+        scheduler.get_next_batch_to_run()
+    scheduler.found = None
+    scheduler.get_next_batch_to_run()
+    first = batch("EXTEND", request(scheduler, "one"))
+    scheduler.process_batch_result(first, launch(scheduler, first))
+    (step,), (load,) = recorder.named("scheduler.step"), recorder.named("cache.load")
+    assert load.parent_id == load.root_id == step.span_id

@@ -106,7 +106,7 @@ class StepTracker(native.Tracker):
     running: Step | None
     in_flight: list[Step]
     late: list[Step]
-    details: list[tuple[SpanWriter, int, int, Sequence[AttributeValue], str]]
+    details: list[tuple[SpanWriter, int, int, Sequence[AttributeValue], str, bool]]
     spare: list[Step]
     spare_events: list[Any]
 
@@ -393,21 +393,27 @@ class StepTracker(native.Tracker):
             self._recorder.announce(schema.STEP, step.id, step.id, 0, start)
 
     def keep_detail(
-        self, write: SpanWriter, start_ns: int, end_ns: int, values: Sequence[AttributeValue], problem: str
+        self,
+        write: SpanWriter,
+        start_ns: int,
+        end_ns: int,
+        values: Sequence[AttributeValue],
+        problem: str,
+        lasts: bool,
     ) -> None:
-        """Keep a detail that precedes the step, if there will be one."""
+        """Keep a detail that precedes the step, if there will be one; ``lasts``: however long it takes."""
         if len(self.details) < _MOST_DETAILS:
-            self.details.append((write, start_ns, end_ns, values, problem))
+            self.details.append((write, start_ns, end_ns, values, problem, lasts))
 
-    def drop_details(self, before: int | None) -> None:
-        """Drop the kept details, or those that began before this time: there was no step for them."""
-        self.details = [] if before is None else [each for each in self.details if each[1] >= before]
+    def drop_details(self, before: float) -> None:
+        """Drop the kept details that began before this time and do not last: there was no step for them."""
+        self.details = [each for each in self.details if each[1] >= before or each[-1]]
 
     def write_details(self, step_id: int, schedule_start: int = 0) -> None:
         """Write the kept details below a step that has been announced; 0: it is not recorded."""
         details, self.details = self.details, []
         schedule_id = layout.child_id(step_id, layout.CHILD_SCHEDULE)
-        for write, start_ns, end_ns, values, problem in details if step_id else ():
+        for write, start_ns, end_ns, values, problem, _ in details if step_id else ():
             parent_id = schedule_id if schedule_start and start_ns >= schedule_start else step_id
             write(self._recorder.new_id(), step_id, parent_id, start_ns, end_ns, values, problem)
 

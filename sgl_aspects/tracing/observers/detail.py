@@ -57,7 +57,8 @@ class _Detail:
         if step_id:
             self._write(span_id, step_id, parent_id, start_ns, end_ns, values, problem)
         else:
-            self._tracker.keep_detail(self._write, start_ns, end_ns, values, problem)
+            # A request may wait for what is loaded through many passes without a step.
+            self._tracker.keep_detail(self._write, start_ns, end_ns, values, problem, self._moves)
 
 
 def _read(read: CallReader, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> AttributeValue:

@@ -6,6 +6,7 @@ processing of its result, for requests and steps together.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from time import monotonic_ns
@@ -138,7 +139,7 @@ class StepObserver(native.StepPath):
         # The last schedule led to no batch, or this one does not; some engines return an object in any case.
         if tracker.schedule_start or result is None:
             if tracker.details:
-                tracker.drop_details(None if result is None else tracker.schedule_end)
+                tracker.drop_details(math.inf if result is None else tracker.schedule_end)
             if not tracker.in_flight:
                 self._report_idle()
         tracker.schedule_start, tracker.schedule_end = start_ns, monotonic_ns()
