@@ -203,7 +203,8 @@ def resolve(
         return Resolution(Presence.FOUND, places)
     path = tuple(segment.removesuffix("+") for segment in path)
     maker = _attribute_maker(module)
-    if current(module, path[0]) is MISSING and maker is not None:
+    # A wildcard covers what the module defines, not what it makes.
+    if current(module, path[0]) is MISSING and maker is not None and "*" not in path[0]:
         detail = f"module {name} creates {path[0]} on first access, which has not happened"
         return Resolution(Presence.LAZY, (maker,), detail)
     if _is_absent_for_good(alternate, name, module):

@@ -221,3 +221,9 @@ def test_a_name_is_normalised_as_python_does_it() -> None:
     source = "def \u00b5_batch(): return 'batch'"
     with module_of(source) as module, aspects.woven(around("engine:\u00b5_batch", hooked)):
         assert vars(module)["\u03bc_batch"]() == ("hooked", "batch")
+
+
+def test_a_wildcard_does_not_wait_for_what_a_module_makes_on_access() -> None:
+    source = "def __getattr__(name): return 'made'"
+    with module_of(source) as lazy, aspects.woven(around(f"{lazy.__name__}.**:*.*", count)):
+        assert not hasattr(lazy.__getattr__, "__wrapped__")
