@@ -32,23 +32,30 @@ import system. Calls of woven functions take no lock.
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from sgl_aspects.errors import HookError, MissingTargetError
 from sgl_aspects.weaving.attributes import (
+    MISSING,
     AttributeReference,
     OwnDict,
     Presence,
+    class_module,
     class_name,
+    current,
+    derives,
     find,
     holds,
     is_class,
     namespace,
     resolve,
     with_nested,
+    with_subclasses,
 )
 from sgl_aspects.weaving.chain import Compiler
 from sgl_aspects.weaving.changes import Changes
@@ -60,6 +67,7 @@ from sgl_aspects.weaving.modules import (
     ModuleWatcher,
     SubclassWatcher,
     bases_of_family,
+    covered_by_patterns,
     is_ready,
     loaded,
     warn_of_unwoven,
@@ -130,7 +138,7 @@ class Weaver:
             self._advices[advice] = None
             self._index.add(advice)
             pattern = "no loaded module has what the pattern names yet"
-            waits = pattern if advice.target.has_module_pattern else "its module is not loaded yet"
+            waits = pattern if advice.target.module_patterns else "its module is not loaded yet"
             advice.state, advice.detail = State.PENDING, waits
         self._watcher.install()
         if not self._warns_at_end:
@@ -187,8 +195,8 @@ class Weaver:
     # -- modules and classes as they are made -----------------------------------------------------------
 
     def _is_wanted(self, name: str) -> bool:
-        # Called for every import, without the lock: it only reads. Any module may define a subclass.
-        return name == Compiler.MODULE or self._index.wants(name) or bool(self._subclasses)
+        # Called for every import, without the lock: it only reads.
+        return name == Compiler.MODULE or self._index.wants(name)
 
     def _module_loaded(self, name: str, module: Any) -> None:
         self._changes.run_or_defer(self._weave_loaded, [name, module])
@@ -211,7 +219,13 @@ class Weaver:
             stop_without(lost)
 
     def _class_made(self, cls: type) -> None:
-        """Weave a new subclass for hooks on ``Class+``, before its ``class`` statement returns."""
+        """Weave a new subclass for hooks on ``Class+``, before its ``class`` statement returns.
+
+        Its decorators run afterwards: once the code of its module has run, the class is looked at again.
+        """
+        module = sys.modules.get(class_module(cls))
+        if module is not None and not is_ready(module):
+            when_ready(module, self._watcher.module_loaded)
         try:
             self._changes.run_or_defer(self._weave_subclasses, [cls])
         except Exception:
@@ -232,8 +246,10 @@ class Weaver:
 
     def _in_loaded_modules(self, advices: Iterable[Advice]) -> Iterator[tuple[Advice, str, Any]]:
         """Yield the loaded modules that each hook may target; those being imported follow when ready."""
-        for advice in list(advices):
-            for name, module in loaded(advice.target):
+        advices = list(advices)
+        covered = covered_by_patterns(advice.target for advice in advices)
+        for advice in advices:
+            for name, module in loaded(advice.target, covered):
                 if module is self._just_run or is_ready(module):
                     yield advice, name, module
                 else:
@@ -279,7 +295,10 @@ class Weaver:
             return
         for base in bases_of_family(alternate, module):
             made = self._subclasses.wait(advice, base)
-            self._attach(made, next(find(base, ("__init_subclass__",))))
+            # A subclass may have one of its own, which need not call that of its base.
+            for cls in with_subclasses(base) if subclasses is None else (base, *subclasses):
+                if cls is base or (derives(cls, base) and current(cls, "__init_subclass__") is not MISSING):
+                    self._attach(made, next(find(cls, ("__init_subclass__",))))
         if found.presence is Presence.LAZY:
             own = self._lazy.wait(name, module, alternate, found.places[0].owner)
             self._attach(own, found.places[0])
@@ -352,6 +371,9 @@ class Weaver:
         points, self._touched = list(self._touched), {}
         refused: dict[Advice, HookError] = {}
         extra = {point: point.extra for point in points}  # first: what follows refers to them, too
+        if self._just_run is not None and any(count > 0 for counts in extra.values() for count in counts):
+            gc.collect(1)  # of what its module has made, some is garbage, which would go at any moment
+            extra = {point: point.extra for point in points}
         before = OwnDict((point, point.standing) for point in points)
         for point in points:
             self._points.forget_objects(point)
@@ -441,7 +463,7 @@ class Weaver:
         """Return the join points of ``target`` in loaded modules, under whatever name they were woven."""
         with self.lock:
             found: dict[JoinPoint, None] = {}
-            for name, module in loaded(target) if self._points else ():
+            for name, module in loaded(target, covered_by_patterns([target])):
                 for path in target.attribute_paths(name):
                     for place in find(module, path):
                         standing = self._points.standing_at(place)

@@ -31,7 +31,7 @@ from sgl_aspects.weaving.attributes import (
     with_nested,
 )
 from sgl_aspects.weaving.hooks import Advice, HookType, State
-from sgl_aspects.weaving.targets import Alternate, Target
+from sgl_aspects.weaving.targets import Alternate, Target, names_module, stem
 
 logger = logging.getLogger("sgl_aspects")
 
@@ -189,7 +189,7 @@ def warn_of_unwoven(advices: Iterable[Advice]) -> None:
         is_of_package = advice.source is not None and advice.source.dist_name
         if advice.state is not State.PENDING or is_of_package:
             continue
-        if why_not_importable(advice.target) or advice.target.has_module_pattern:
+        if why_not_importable(advice.target) or advice.target.module_patterns:
             logger.warning("%s was never woven: %s", advice, detail_of(advice))
 
 
@@ -231,53 +231,60 @@ class ModuleIndex:
 
     def __init__(self) -> None:
         self._by_name: dict[str, dict[Advice, None]] = {}
-        self._patterns: dict[Advice, tuple[str, ...]] = {}
-        self._stems: tuple[str, ...] | None = ()  # how names of those modules may begin; None: not known
+        self._by_pattern: dict[str, dict[Advice, None]] = {}
+        self._stems: tuple[str, ...] | None = ()  # how names may begin that fit a pattern; None: not known
 
     def add(self, advice: Advice) -> None:
         """Add ``advice``, to wait for its modules."""
-        target = advice.target
-        for name in target.module_names:
+        for name in advice.target.module_names:
             self._by_name.setdefault(name, {})[advice] = None
-        if target.has_module_pattern:
-            self._patterns[advice] = tuple(target.stems)
+        for pattern in advice.target.module_patterns:
+            self._by_pattern.setdefault(pattern, {})[advice] = None
             self._stems = None
 
     def discard(self, advice: Advice) -> None:
         """Remove ``advice``."""
-        for name in advice.target.module_names:
-            waiting = self._by_name.get(name, {})
-            waiting.pop(advice, None)
-            if not waiting:
-                self._by_name.pop(name, None)
-        if advice in self._patterns:
-            del self._patterns[advice]
+        names, patterns = advice.target.module_names, advice.target.module_patterns
+        for index, keys in ((self._by_name, names), (self._by_pattern, patterns)):
+            for key in keys:
+                waiting = index.get(key, {})
+                waiting.pop(advice, None)
+                if not waiting:
+                    index.pop(key, None)
+        if patterns:
             self._stems = None
 
     def wants(self, name: str) -> bool:
-        """Return whether a hook may wait for the module ``name``; safe without a lock."""
+        """Return whether a hook waits for the module ``name``; safe without a lock."""
         stems = self._stems
         if stems is None:
-            stems = self._stems = tuple({*chain.from_iterable(list(self._patterns.values()))})
-        return name in self._by_name or name.startswith(stems)
+            stems = self._stems = tuple(map(stem, list(self._by_pattern)))
+        return name in self._by_name or (name.startswith(stems) and any(self._patterns_of(name)))
+
+    def _patterns_of(self, name: str) -> Iterator[str]:
+        return (pattern for pattern in list(self._by_pattern) if names_module(pattern, name))
 
     def concerned(self, name: str) -> list[Advice]:
-        """Return the hooks whose targets may be in the module ``name``."""
-        patterns = [one for one, stems in self._patterns.items() if name.startswith(stems)]
-        waiting = dict.fromkeys([*self._by_name.get(name, ()), *patterns])
-        return [advice for advice in waiting if advice.target.attribute_paths(name)]
+        """Return the hooks that wait for the module ``name``."""
+        by_pattern = (self._by_pattern[pattern] for pattern in self._patterns_of(name))
+        return list(dict.fromkeys(chain(self._by_name.get(name, ()), *by_pattern)))
 
 
-def loaded(target: Target) -> Iterator[tuple[str, Any]]:
-    """Yield the loaded modules that ``target`` may name."""
-    names: Iterable[str] = target.module_names
-    if target.has_module_pattern:
-        modules = list(sys.modules)
-        names = dict.fromkeys(name for one in target.alternates for name in one.names_among(modules))
-    for name in names:
+def loaded(target: Target, covered: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the loaded modules that ``target`` may name; ``covered``: those that its patterns may cover."""
+    patterns = target.module_patterns
+    fitting = [name for name in covered if any(names_module(one, name) for one in patterns)]
+    for name in dict.fromkeys((*target.module_names, *fitting)):
         module = sys.modules.get(name)
         if module is not None:
             yield name, module
+
+
+def covered_by_patterns(targets: Iterable[Target]) -> list[str]:
+    """Return the names of loaded modules that patterns of ``targets`` may cover."""
+    stems = tuple({stem(pattern) for one in targets for pattern in one.module_patterns})
+    # `sys.modules` may have keys of other types.
+    return [name for name in list(sys.modules) if type(name) is str and name.startswith(stems)]
 
 
 def bases_of_family(alternate: Alternate, module: Any) -> list[type]:
@@ -369,9 +376,6 @@ class SubclassWatcher:
                 yield own
                 del self._bases[key]
             waiting.pop(advice, None)
-
-    def __bool__(self) -> bool:
-        return bool(self._bases)
 
     def concerned(self, classes: Iterable[type]) -> dict[Advice, list[type]]:
         """Return the hooks that wait for some of ``classes``, with these."""

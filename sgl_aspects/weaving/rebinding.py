@@ -4,7 +4,8 @@
 instances keep the object that X had when they were created. There are three steps, each only for objects
 that the previous one left over, because each costs about ten times more:
 
-1. count: an object with no references but those of its attribute and the weaver needs no search;
+1. count: an object with no references but those of its attribute and the weaver needs no search, a method
+   with one more is looked for in a class that was made twice;
 2. module dictionaries, searched by id;
 3. everything that the garbage collector tracks.
 
@@ -31,8 +32,10 @@ from sgl_aspects.weaving.attributes import (
     bases,
     class_module,
     class_name,
+    current,
     derives,
     filled_slots,
+    find,
     holds,
     inherited,
     is_a,
@@ -52,6 +55,7 @@ from sgl_aspects.weaving.templates import SUSPENDS
 New = Callable[..., Any]
 
 _BASES: Any = vars(type)["__bases__"]
+_NAME: Any = vars(type)["__name__"]
 _FACTORY: Any = vars(collections.defaultdict)["default_factory"]
 
 
@@ -226,7 +230,8 @@ def rebind(pairs: Iterable[Pair], remade: Callable[[Any, Any], None]) -> list[St
     :param remade: called with each method or descriptor around an old object, and the one that replaces it.
     """
     every = list(pairs)
-    wanted = {id(pair.old): pair for pair in every if pair.extra != 0}
+    sought = (pair for pair in every if pair.extra and not (pair.extra == 1 and _rebind_twin(pair)))
+    wanted = {id(pair.old): pair for pair in sought}
     found = _rebind_modules(wanted) if wanted else {}
     left = [pair for key, pair in wanted.items() if not 0 <= pair.extra <= found.get(key, 0)]
     stale = []
@@ -265,6 +270,25 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
                 names[name] = pair.new
                 found[id(pair.old)] = found.get(id(pair.old), 0) + 1
     return found
+
+
+def _rebind_twin(pair: Pair) -> bool:
+    """Replace a method in the first of two classes that were made of one, as by `dataclass(slots=True)`.
+
+    It lives on if it is frozen: its `__setattr__` refers to it. Returns whether one was found.
+    """
+    module, _, path = describe(pair.old).partition(":")
+    owner, _, name = path.rpartition(".")
+    is_method = owner and pair.only_bound_to is None
+    for place in find(sys.modules.get(module), tuple(owner.split("."))) if is_method else ():
+        if is_class(place.raw):
+            siblings: list[Any] = type.__subclasses__((*bases(place.raw), object)[1])[::-1]  # latest first
+            named = map(_NAME.__get__(place.raw).__eq__, map(_NAME.__get__, siblings))
+            for twin in itertools.compress(siblings, named):  # of `object` there are thousands: in C
+                if twin is not place.raw and current(twin, name) is pair.old:
+                    type.__setattr__(twin, name, pair.new)
+                    return True
+    return False
 
 
 class _Collected:

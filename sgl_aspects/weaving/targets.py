@@ -49,7 +49,7 @@ class Alternate(NamedTuple):
                 return self.path[len(parts) :]
             return None
         if self.has_module_pattern:
-            return self.path if _module_regex(self.module).fullmatch(module_name) else None
+            return self.path if names_module(self.module, module_name) else None
         return self.path if module_name == self.module else None
 
     def names_class(self, module_name: str, qualname: str) -> bool:
@@ -59,19 +59,6 @@ class Alternate(NamedTuple):
         if path is None or len(owners) < len(names) or len(path) == len(owners):
             return False
         return all(segment_regex(segment).fullmatch(name) for segment, name in zip(owners, names))
-
-    def names_among(self, modules: Iterable[str]) -> Iterable[str]:
-        """Return those of ``modules`` that this alternate may name; patterns are filtered by prefix first."""
-        if self.module is None or not self.has_module_pattern:
-            return self.module_names
-        stem, fits = self.stem, _module_regex(self.module).fullmatch
-        # `sys.modules` may have keys of other types.
-        return [name for name in modules if type(name) is str and name.startswith(stem) and fits(name)]
-
-    @property
-    def stem(self) -> str:
-        """The beginning of the names of all modules that its pattern covers."""
-        return (self.module or "").partition("*")[0].rstrip(".")
 
     @property
     def module_names(self) -> tuple[str, ...]:
@@ -85,20 +72,16 @@ class Target:
     """A parsed target: its alternates, best first.
 
     :ivar module_names: every plain module name that it may be found in.
+    :ivar module_patterns: the module patterns of its other alternates.
     """
 
-    __slots__ = ("alternates", "has_module_pattern", "module_names")
+    __slots__ = ("alternates", "module_names", "module_patterns")
 
     def __init__(self, alternates: tuple[Alternate, ...]) -> None:
         self.alternates = alternates
         names = [alternate.module_names for alternate in alternates]
         self.module_names = names[0] if len(names) == 1 else tuple(dict.fromkeys(chain.from_iterable(names)))
-        self.has_module_pattern = () in names
-
-    @property
-    def stems(self) -> set[str]:
-        """The beginnings of the names of the modules that its patterns cover."""
-        return {one.stem for one in self.alternates if one.has_module_pattern}
+        self.module_patterns = tuple(one.module or "" for one in alternates if one.has_module_pattern)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Target) and self.alternates == other.alternates
@@ -176,6 +159,16 @@ def _check_segments(segments: tuple[str, ...], whole: str, *, pattern: bool, acr
         if not name.isidentifier():
             fault = f"{segment!r} is not an identifier" if segment else "a name is missing"
             raise TargetError(f"target {whole!r}: {fault}; {_FORMS}")
+
+
+def stem(pattern: str) -> str:
+    """Return the beginning of the names of all modules that ``pattern`` covers."""
+    return pattern.partition("*")[0].rstrip(".")
+
+
+def names_module(pattern: str, name: str) -> bool:
+    """Return whether ``pattern`` covers the module ``name``."""
+    return _module_regex(pattern).fullmatch(name) is not None
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ from tests.support.woven_modules import advice, around, module_of, no_hook_is_le
 __all__ = ["no_hook_is_left"]
 
 SOURCE = """
-import functools
+import dataclasses, functools
 def f(x): return x
 @functools.lru_cache
 def cached(x): return x
@@ -33,6 +33,10 @@ class C:
     def part(self): return 1
     @functools.cached_property
     def once(self): return 1
+@dataclasses.dataclass(slots=True, frozen=True)
+class MadeTwice:
+    x: int
+    def m(self): return 1
 def __getattr__(name):
     if name != "later": raise AttributeError(name)
     return f
@@ -92,6 +96,7 @@ def test_an_import_costs_the_same_with_many_woven_places_as_with_few(
         ["costly.**:*", "costly.**:*.*"],
         ["costly.m2:f"],
         ["costly.m2:C.m"],
+        ["costly.m2:MadeTwice.m"],
         ["costly.m2:later.x", "costly.m2:later.y"],
     ],
 )
@@ -101,6 +106,17 @@ def test_importing_what_only_its_own_module_refers_to_does_not_search_the_heap(
     aspects.weave(*map(around, targets))
     package(1)
     assert calls_of(lambda: package(2))[1] == 0
+
+
+def test_modules_that_no_hook_names_are_imported_as_without_hooks(package: Callable[[int], object]) -> None:
+    package(1)
+    bare, _ = calls_of(lambda: package(2))
+    with module_of("class Base:\n    def m(self): return 1\n"):
+        aspects.weave(around("engine:Base+.m"), *(around(f"costly.**.*{name}:*") for name in ("x", "y", "z")))
+        package(3)
+        woven, _ = calls_of(lambda: package(4))
+        aspects.HookRegistry.reset()
+    assert woven < bare + 40, (bare, woven)
 
 
 def test_weaving_and_removing_cost_the_same_with_many_hooks_as_with_few() -> None:

@@ -28,6 +28,7 @@ _GRAMMARS = "sglang.srt.constrained.grammar_manager:GrammarManager"
 _ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
 _REQ = "sglang.srt.managers.schedule_batch:Req"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+_GRAPHS = "sglang.srt.**.*graph_runner*:*GraphRunner"
 _UPDATER = f"{_COMPONENTS}.weight_updater:SchedulerWeightUpdaterManager"
 
 # SGLang's own health checks are requests, too; their ids begin so.
@@ -285,13 +286,13 @@ SGLANG = Engine(
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch:forward_batch"), required=True),
         "sample": Role((f"{_RUNNER}.sample",)),
         # A device graph: captured at the start, replayed for batches that it fits. The others run eagerly.
-        "graph_replay": Role(("sglang.srt.**:*GraphRunner.execute", "sglang.srt.**:*GraphRunner.replay")),
+        "graph_replay": Role((f"{_GRAPHS}.execute", f"{_GRAPHS}.replay")),
         # The launch itself; in versions without backends, with the runner's preparation.
         "graph_launch": Role(
             (
                 "sglang.srt.model_executor.runner_backend.*:*Backend.replay",
-                "sglang.srt.**:*GraphRunner.replay",
-                "sglang.srt.**:*GraphRunner.execute",
+                f"{_GRAPHS}.replay",
+                f"{_GRAPHS}.execute",
             ),
         ),
         "graph_capture": Role((f"{_RUNNER}.init_cuda_graphs", f"{_RUNNER}.init_device_graphs")),
