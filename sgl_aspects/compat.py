@@ -83,8 +83,8 @@ def _always() -> bool:
 HIDES_FRAMES = sys.version_info >= (3, 11) and sys.implementation.name == "cpython"
 
 
-def hide_frame(code: types.CodeType, line: int) -> types.CodeType:
-    """Return ``code`` with a frame that is invisible until the statement `pass` on ``line``.
+def hide_frame(code: types.CodeType, *lines: int) -> types.CodeType:
+    """Return ``code`` with a frame that is invisible until a statement `pass` on one of ``lines``.
 
     Until its instruction RESUME has run, CPython takes a frame for one that is not complete: tracebacks,
     `sys._getframe`, warnings and trace functions leave it out. RESUME is moved from the beginning to each
@@ -95,7 +95,7 @@ def hide_frame(code: types.CodeType, line: int) -> types.CodeType:
         return code
     nop, resume = opcode.opmap["NOP"], opcode.opmap["RESUME"]
     instructions = bytearray(code.co_code)
-    marked = [begin for begin, _, at in code.co_lines() if at == line]
+    marked = [begin for begin, _, at in code.co_lines() if at in lines]
     begin = instructions[::2].index(resume) * 2
     if not marked or any(instructions[one] != nop for one in marked):
         return code
@@ -103,8 +103,8 @@ def hide_frame(code: types.CodeType, line: int) -> types.CodeType:
     for one in marked:
         instructions[one : one + 2] = resume, 0
     # An entry for each instruction, as CPython's Objects/locations.md says: on the first line, or on none.
-    lines = [b"\xe8\0" if one in marked else b"\xf8" for one in range(0, len(instructions), 2)]
-    return code.replace(co_code=bytes(instructions), co_linetable=b"".join(lines))
+    table = [b"\xe8\0" if one in marked else b"\xf8" for one in range(0, len(instructions), 2)]
+    return code.replace(co_code=bytes(instructions), co_linetable=b"".join(table))
 
 
 # -- the import system --------------------------------------------------------------------------------------

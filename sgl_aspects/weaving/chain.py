@@ -86,23 +86,43 @@ def _before(advice: Advice, following: Hook) -> Hook:
     hook: Hook = advice.hook
 
     def before(*args: Any, **kwargs: Any) -> Any:
-        changed = hook(*args, **kwargs)
-        if changed is not None:
-            args, kwargs = _changed_arguments(changed, advice)
-        return following(*args, **kwargs)
+        try:
+            changed = hook(*args, **kwargs)
+            if changed is not None:
+                args, kwargs = _changed_arguments(changed, advice)
+            result = following(*args, **kwargs)
+            pass  # noqa: PIE790  the frame shows from here on
+            return result
+        except BaseException:
+            pass  # noqa: PIE790
+            raise
 
+    before.__code__ = _hidden(before.__code__)
     return calls_original(before)
 
 
 def _after(hook: Hook, following: Hook) -> Hook:
     def after(*args: Any, **kwargs: Any) -> Any:
-        result = following(*args, **kwargs)
-        changed = hook(result, *args, **kwargs)
-        if changed is None:
+        try:
+            result = following(*args, **kwargs)
+            changed = hook(result, *args, **kwargs)
+            if changed is not None:
+                result = changed.value if isinstance(changed, Result) else changed
+            pass  # noqa: PIE790  the frame shows from here on
             return result
-        return changed.value if isinstance(changed, Result) else changed
+        except BaseException:
+            pass  # noqa: PIE790
+            raise
 
+    after.__code__ = _hidden(after.__code__)
     return calls_original(after)
+
+
+@functools.cache
+def _hidden(code: types.CodeType) -> types.CodeType:
+    """Return ``code``, which ends as that of :func:`_before` does, with a frame hidden until its `pass`."""
+    last = max(line for *_, line in code.co_lines() if line)
+    return compat.hide_frame(code, last - 4, last - 1)
 
 
 def _native_link(hook: Hook, following: Hook, awaits: bool) -> Hook:

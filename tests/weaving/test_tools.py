@@ -244,15 +244,17 @@ def fail(): raise ValueError("5")
 
 
 @pytest.mark.skipif(not HIDES_FRAMES, reason="Python 3.10 shows every frame")
-def test_observers_put_no_frame_between_a_function_and_its_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [HookType.OBSERVE, HookType.BEFORE, HookType.AFTER])
+def test_no_frame_is_between_a_function_and_its_caller_with_hooks_that_do_not_call_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: HookType
 ) -> None:
     (tmp_path / "looking_up.py").write_text(CALLERS)
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("looking_up")
     monkeypatch.setattr(collections, "namedtuple", collections.namedtuple)
-    watch = Watch().on("looking_up:*")
-    with aspects.woven(watch, Watch().on("looking_up:*"), Watch().on("collections:namedtuple")):
+    hook = Watch() if kind is HookType.OBSERVE else lambda *args, **kwargs: None
+    targets = ("looking_up:*", "looking_up:*", "collections:namedtuple")
+    with aspects.woven(*[advice(target, kind, hook) for target in targets]):
         assert module.frame() is sys._getframe()
         assert module.line() == sys._getframe().f_code.co_name
         with pytest.warns(DeprecationWarning, match="old") as caught:
@@ -268,7 +270,8 @@ def test_observers_put_no_frame_between_a_function_and_its_caller(
 
 def test_a_profiler_sees_as_many_calls_end_as_begin(mod: Any) -> None:
     events: list[tuple[str, str]] = []
-    with aspects.woven(Watch().on("debugged:fail"), around("debugged:f")):
+    nothing = advice("debugged:fail", HookType.BEFORE, lambda *args: None)
+    with aspects.woven(Watch().on("debugged:fail"), around("debugged:f"), nothing):
         sys.setprofile(lambda frame, event, _: events.append((event, frame.f_code.co_name)))
         try:
             for function in (mod.f, mod.fail):
