@@ -139,6 +139,9 @@ class _NotifyingLoader(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
             raise
         notify(name, sys.modules.get(name, module))
 
+    # Warnings and tracebacks leave out the frames of the import system, which they know by the file.
+    exec_module.__code__ = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
+
 
 def is_ready(module: Any) -> bool:
     """Return whether the module's own code has run.

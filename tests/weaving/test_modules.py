@@ -9,6 +9,7 @@ import importlib.util
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -222,3 +223,17 @@ def test_a_hook_that_comes_while_another_thread_has_found_but_not_made_the_modul
             go_on.set()
             sys.meta_path.remove(finder)
             sys.modules.pop("late", None)
+
+
+def test_what_a_module_warns_of_and_raises_while_it_is_imported_is_its_importers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    warning = "import warnings\nwarnings.warn('old', DeprecationWarning, stacklevel=2)\n"
+    (tmp_path / "outdated.py").write_text(f"{warning}raise ValueError('5')\n")
+    raises, warns = pytest.raises(ValueError, match="5"), pytest.warns(DeprecationWarning, match="old")
+    with aspects.woven(around("outdated:*")), warns as caught, raises as failed:
+        __import__("outdated")
+    assert caught[0].filename == __file__
+    names = [frame.name for frame in traceback.extract_tb(failed.value.__traceback__)]
+    assert names == [sys._getframe().f_code.co_name, "<module>"]
