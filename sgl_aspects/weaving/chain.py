@@ -97,7 +97,7 @@ def _before(advice: Advice, following: Hook) -> Hook:
             pass  # noqa: PIE790
             raise
 
-    before.__code__ = _hidden(before.__code__)
+    before.__code__ = hidden(before.__code__)
     return calls_original(before)
 
 
@@ -114,13 +114,13 @@ def _after(hook: Hook, following: Hook) -> Hook:
             pass  # noqa: PIE790
             raise
 
-    after.__code__ = _hidden(after.__code__)
+    after.__code__ = hidden(after.__code__)
     return calls_original(after)
 
 
 @functools.cache
-def _hidden(code: types.CodeType) -> types.CodeType:
-    """Return ``code``, which ends as that of :func:`_before` does, with a frame hidden until its `pass`."""
+def hidden(code: types.CodeType) -> types.CodeType:
+    """Return ``code`` with a frame that is hidden until a `pass`; it ends as that of :func:`_before` does."""
     last = max(line for *_, line in code.co_lines() if line)
     return compat.hide_frame(code, last - 4, last - 1)
 

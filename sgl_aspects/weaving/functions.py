@@ -27,7 +27,7 @@ import wrapt
 
 from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import Attributes, OwnDict, holds
-from sgl_aspects.weaving.chain import CompiledChain, NativeLink, calls_original
+from sgl_aspects.weaving.chain import CompiledChain, NativeLink, calls_original, hidden
 from sgl_aspects.weaving.hooks import FunctionKind, kind_of_code
 from sgl_aspects.weaving.templates import Shape, template
 
@@ -307,7 +307,15 @@ class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_run = run if subject is None else types.MethodType(run, subject)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._self_run(*args, **kwargs)
+        try:
+            result = self._self_run(*args, **kwargs)
+            pass  # noqa: PIE790  the frame shows from here on
+            return result
+        except BaseException:
+            pass  # noqa: PIE790
+            raise
+
+    __call__.__code__ = hidden(__call__.__code__)
 
     def __copy__(self) -> Any:
         import copy  # rarely needed

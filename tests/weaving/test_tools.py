@@ -233,9 +233,10 @@ def test_a_weak_method_made_while_hooked_survives_the_removal(mod: Any) -> None:
 
 
 CALLERS = """
-import collections, logging, sys, traceback, warnings
+import collections, functools, logging, sys, traceback, warnings
 
 def frame(): return sys._getframe(1)
+cached = functools.lru_cache(frame)
 def line(): return [one.name for one in traceback.extract_stack()][-2]
 def warn(): warnings.warn("old", DeprecationWarning, stacklevel=2)
 def make(): return collections.namedtuple("Point", "x y")
@@ -255,7 +256,7 @@ def test_no_frame_is_between_a_function_and_its_caller_with_hooks_that_do_not_ca
     hook = Watch() if kind is HookType.OBSERVE else lambda *args, **kwargs: None
     targets = ("looking_up:*", "looking_up:*", "collections:namedtuple")
     with aspects.woven(*[advice(target, kind, hook) for target in targets]):
-        assert module.frame() is sys._getframe()
+        assert module.frame() is module.cached() is sys._getframe()
         assert module.line() == sys._getframe().f_code.co_name
         with pytest.warns(DeprecationWarning, match="old") as caught:
             module.warn()
