@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import sgl_aspects as aspects
-from sgl_aspects import config
+from sgl_aspects import env
 from sgl_aspects.engines import Engine, Role, find_engines
 from sgl_aspects.engines.contract import WITHOUT_STEPS, Observation
 from sgl_aspects.tracing.context import OpenSpan, add_source, bridge_opentelemetry
@@ -22,7 +22,6 @@ from sgl_aspects.tracing.observers.detail import DetailObserver
 from sgl_aspects.tracing.observers.draft import DraftObserver
 from sgl_aspects.tracing.observers.exchanged import HTTP_ROLES, ExchangeObserver
 from sgl_aspects.tracing.observers.forward import ForwardObserver
-from sgl_aspects.tracing.observers.function import FunctionObserver
 from sgl_aspects.tracing.observers.process import PreparationObserver, ProcessObserver
 from sgl_aspects.tracing.observers.profile import ProfileObserver
 from sgl_aspects.tracing.observers.queue import QueueObserver
@@ -191,6 +190,10 @@ def _trace_declared(recorder: Recorder, all_trackers: list[Trackers]) -> Iterato
     A function that cannot be woven is logged and stays in the report; the engine's own are traced
     nonetheless.
     """
+    if env.text("SGL_ASPECTS_CONFIG") is None:
+        return
+    from sgl_aspects import config
+    from sgl_aspects.tracing.observers.function import FunctionObserver
 
     def span_of(rid: Any) -> OpenSpan | None:
         found = (trackers.span_of(rid) for trackers in all_trackers)
