@@ -244,9 +244,8 @@ class Weaver:
 
     # -- 1. resolve -------------------------------------------------------------------------------------
 
-    def _in_loaded_modules(self, advices: Iterable[Advice]) -> Iterator[tuple[Advice, str, Any]]:
+    def _in_loaded_modules(self, advices: Sequence[Advice]) -> Iterator[tuple[Advice, str, Any]]:
         """Yield the loaded modules that each hook may target; those being imported follow when ready."""
-        advices = list(advices)
         covered = covered_by_patterns(advice.target for advice in advices)
         for advice in advices:
             for name, module in loaded(advice.target, covered):
