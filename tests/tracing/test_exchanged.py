@@ -70,6 +70,26 @@ def test_an_answer_begins_with_its_first_part(bodies: list[bytes], first: int, r
     assert found.response_id == response_id
 
 
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'data: {"error":{"message":"too long","type":"invalid_request_error","code":400}}\n\n', 400),
+        (b'data: {"error": {"message": "broken", "code": 500}}\n\n', 200),
+        (b'data: {"text":"{\\"error\\":{\\"code\\":400}}"}\n\n', 200),
+    ],
+)
+def test_a_refusal_in_a_streamed_answer_has_a_status(body: bytes, status: int) -> None:
+    exchange, respond, _ = ExchangeObserver([], DEFAULTS).observations()
+    cycle = SimpleNamespace(scope={}, transport=None, response_complete=False, disconnected=False)
+    token = exchange.enter((cycle,), {})
+    found = current_exchange.get()
+    assert found is not None
+    respond.enter((cycle, {"type": "http.response.start", "status": 200}), {})
+    respond.enter((cycle, {"type": "http.response.body", "body": body, "more_body": True}), {})
+    assert found.status == status
+    exchange.exit(token, None, None)
+
+
 def test_what_runs_after_a_response_is_not_of_its_request() -> None:
     """SGLang waits for two seconds after each streamed answer, in case that its client was gone."""
     exchange, respond, _ = ExchangeObserver([], DEFAULTS).observations()

@@ -11,7 +11,9 @@ import pytest
 
 from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.engines.vllm.roles import VLLM
+from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.lifecycle.calls import Call
 from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange
 from sgl_aspects.tracing.observers.serving import ServingObserver
 from sgl_aspects.tracing.options import DEFAULTS
@@ -103,6 +105,24 @@ def test_a_request_that_is_refused_as_it_is_received_ends_with_its_response(
     assert root.error == "ValueError"
     assert root.values[-1] == 400
     assert [record.name for record in recorder.events if isinstance(record, RequestBegin)] == [name]
+
+
+def test_an_answer_that_its_server_cannot_send_is_an_error() -> None:
+    recorder = Memory()
+    trackers = Trackers.of(SGLANG, recorder, DEFAULTS)
+    exchange = Exchange({"path": "/v1/completions"}, monotonic_ns())
+    call = Call(
+        recorder.new_id(), "a", exchange.start_ns, TraceContext(5, 7, True, "", False), "text_completion mini"
+    )
+    call.exchange, call.streams, call.tokens = exchange, False, (3, 4, 0)
+    trackers.calls.end(call, "length")
+    assert not recorder.ended  # until its response is sent
+    exchange.status = 500
+    for end in exchange.at_end:
+        end()
+    (root,) = recorder.ended
+    assert (root.error, root.values[-1]) == ("500", 500)
+    assert [*root.values[3:6]] == [3, 4, 0]
 
 
 def test_a_callers_context_that_a_front_end_in_rust_hands_on_is_used() -> None:

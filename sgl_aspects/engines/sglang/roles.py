@@ -81,7 +81,9 @@ def _max_tokens(request: Any) -> Any:
 
 def _adapter(request: Any) -> str | None:
     path = getattr(request, "lora_path", None)
-    return str(path) if path and not isinstance(path, list) else None
+    if isinstance(path, list):  # one for each answer; None if they differ
+        path = path[0] if len({*path}) == 1 else None
+    return str(path) if path else None
 
 
 def _grammar_kind(req: Any) -> str | None:

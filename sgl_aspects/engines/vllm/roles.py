@@ -29,7 +29,7 @@ _TIERS = "vllm.v1.kv_offload.cpu.gpu_worker:CPUOffloadingWorker"
 _COPIES = "vllm.v1.simple_kv_offload.*:*Backend.launch_copy"
 _EXECUTOR = "vllm.v1.executor.abstract:Executor+"
 _BEAMS = (
-    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
+    "vllm.entrypoints.generate.beam_search.*:BeamSearch*Mixin.beam_search",
     "vllm.entrypoints.openai.**:OpenAIServing.beam_search",
 )
 # Two classes have that name, the newer in a package `gpu`; the one for the CPU is a subclass of either.
@@ -52,13 +52,27 @@ def _answers(request: Any) -> int:
 
 
 _search_call = Role((), ("self", "_", "rid:request_id", "params", "lora:lora_request"))
+_program_search = Role((), ("self", "prompts", "params", "lora:lora_request"))
 
 
 def _search(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> Any:
-    """Return a beam search as a request: the engine gets one for each beam and token."""
-    rid, params, lora = (_search_call.reader(name)(args, kwargs) for name in ("rid", "params", "lora"))
+    """Return a beam search as a request: the engine gets one for each beam and token. A program's has a list
+    of prompts and no id.
+    """
+    if hasattr(args[0], "engine_client"):
+        prompts, role = 1, _search_call
+        rid = role.reader("rid")(args, kwargs)
+    else:
+        role, rid = _program_search, f"beams-{args[0].request_counter.counter}"
+        prompts = len(role.reader("prompts")(args, kwargs))
+    params, lora = role.reader("params")(args, kwargs), role.reader("lora")(args, kwargs)
     return SimpleNamespace(
-        request_id=rid, external_req_id=rid, sampling_params=params, pooling_params=None, lora_request=lora
+        request_id=rid,
+        external_req_id=rid,
+        sampling_params=params,
+        pooling_params=None,
+        lora_request=lora,
+        prompts=prompts,
     )
 
 
@@ -197,7 +211,11 @@ VLLM = Engine(
         "serve_request": Role((f"{_LLM}.generate",), ("manager:self",), required=True),
         "serve_pooling": Role((f"{_LLM}.encode",), ("manager:self",)),
         "serve_search": Role(
-            _BEAMS, reads={"manager": lambda args, *_: args[0].engine_client, "request": _search}
+            _BEAMS,
+            reads={
+                "manager": lambda args, *_: getattr(args[0], "engine_client", None) or args[0].llm_engine,
+                "request": _search,
+            },
         ),
         "submit_request": Role((f"{_ENGINE}.llm_engine:LLMEngine.add_request",), ("manager:self",)),
         "apply_template": Role(("vllm.renderers.base:BaseRenderer+.render_messages_async",)),
@@ -310,7 +328,7 @@ VLLM = Engine(
         "request.operation": processes.operation,
         "request.headers": "trace_headers",
         "request.output_type": _output_type,
-        "request.answer_count": _answers,
+        "request.answer_count": lambda request: getattr(request, "prompts", None) or _answers(request),
         "request.answer_rids": _answer_rids,
         "request.choice_count": _choice_count,
         "request.stream": _streams,

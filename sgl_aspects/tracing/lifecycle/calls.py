@@ -78,8 +78,9 @@ class Call:
     #: Its front end is not Python: it begins and ends where its scheduler gets it and ends it.
     is_here: bool = False
     is_group: bool = False
-    #: The engine searches for its answer by many requests of its own, which are its ``answers``.
-    is_search: bool = False
+    #: Its number of prompts, if the engine searches by many requests of its own, its ``answers``: the first
+    #: have the prompts.
+    searched: int = 0
     samples: int = 1
     answers_left: int = 0
     answers: list[Call] = field(default_factory=list)
@@ -367,9 +368,9 @@ class CallTracker:
         self.fail(call, problem)
 
     def fail(self, call: Call, problem: str) -> None:
-        """Write its span; with a ``problem``, once the response has given its status, or its id."""
+        """Write its span; of an answer in one piece, or a problem, once the response has given its status."""
         exchange = call.exchange
-        if exchange is not None and not exchange.first_ns and (problem or exchange.ends_request):
+        if exchange is not None and not exchange.first_ns and (problem or not exchange.is_shared):
             exchange.at_end.append(partial(self.record, call, problem))
             if not exchange.is_over:  # read last: the server's thread may be ending it
                 return
@@ -410,8 +411,8 @@ class CallTracker:
         tiers = self.tiers(call.latest) if call.latest and not call.is_group else call.tiers
         if call.is_group:  # a prompt counts once, for all of its samples
             prompt, cached = (total and total // call.samples for total in (prompt, cached))
-        if call.is_search and counts:
-            prompt, _, cached = counts[0]
+        if call.searched and counts:
+            prompt, _, cached = map(_total, zip(*counts[: call.searched]))
         reasons = [one.reason for one in answers if one.reason]
         # For a non-streamed answer, only the scheduler sees the first token.
         first_ns = min((one.first_ns for one in answers if one.first_ns), default=0) if call.streams else 0
@@ -424,8 +425,11 @@ class CallTracker:
         # Clamp at 0: the clock may have been set back.
         to_first = (first_ns - call.start_ns) / 1e9 if first_ns and first_ns >= call.start_ns else None
         problem = problem or next(filter(None, (self._engine.outcome(one).problem for one in reasons)), "")
-        if problem and exchange is not None and exchange.status >= 400:
-            status, prompt, output, cached = exchange.status, None, None, None
+        if exchange is not None and exchange.status >= 400:
+            status = exchange.status
+            if problem:
+                prompt = output = cached = None
+            problem = problem or str(status)  # of the server, after the engine's answer
         if call.detokenize:
             self._write_detokenized(call.detokenize[0], call.span_id, call.detokenize)
         text = None

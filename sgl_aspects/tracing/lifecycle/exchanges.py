@@ -63,13 +63,6 @@ class Exchange:
         return str(self.scope.get("path", ""))
 
     @property
-    def ends_request(self) -> bool:
-        """Whether a request ends with it, also if its answer comes in one piece: that is still to be parsed,
-        and may get an id of its own.
-        """
-        return operation_of(self.path) == "chat"
-
-    @property
     def headers(self) -> dict[str, str]:
         pairs: Sequence[tuple[bytes, bytes]] = self.scope.get("headers", ())
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}

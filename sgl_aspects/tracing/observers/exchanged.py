@@ -47,6 +47,8 @@ _PREAMBLE = re.compile(
     rb"data: [^\n]*(?:\r?\n)+)+"
 )
 _FIRST_BYTES = 400
+# A refusal instead of the first part of a streamed answer, whose own status is sent already.
+_REFUSAL = re.compile(rb'\A(?:event: error\r?\n)?data: \{"error":\s?\{.*"code":\s?(4\d\d)\b')
 
 
 class ExchangeObserver:
@@ -105,6 +107,8 @@ class ExchangeObserver:
             return ending
         if not exchange.response_id and (found := _RESPONSE_ID.search(body[:_FIRST_BYTES])) is not None:
             exchange.response_id = found[1].decode()
+        if (refusal := _REFUSAL.match(body)) is not None:
+            exchange.status = int(refusal[1])
         if _PREAMBLE.fullmatch(body) is None:
             exchange.first_ns = monotonic_ns()
         return ending

@@ -132,7 +132,7 @@ class ServingObserver:
 
         def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Serving | None:
             outer = _serving.get()
-            if outer is not None and outer.call is not None and outer.call.is_search:
+            if outer is not None and outer.call is not None and outer.call.searched:
                 return None  # one of the requests by which that one is answered
             http, exchange = self._http(args, kwargs), current_exchange.get()
             serving = _Serving(self, monotonic_ns(), manager(args, kwargs), http, exchange)
@@ -144,12 +144,18 @@ class ServingObserver:
     def _search_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Serving | None:
         serving = self._serve_enter("serve_search")(args, kwargs)
         if serving is not None and self._recorder.level:
-            call = serving.call = self._begin(serving, self._searched(args, kwargs))
-            call.is_group = call.is_search = True
+            request = self._searched(args, kwargs)
+            call = serving.call = self._begin(serving, request)
+            call.is_group, call.searched = True, self._answer_count(request)
             call.ends_with_output = False
         return serving
 
-    def _submit_exit(self, serving: _Serving, result: Any, error: BaseException | None) -> None:
+    def _submit_exit(self, serving: _Serving | None, result: Any, error: BaseException | None) -> None:
+        if serving is None:  # of a search
+            outer = _serving.get()
+            if outer is not None and outer.call is not None and outer.call.answers:
+                self._calls.sent(outer.call.answers[-1])
+            return
         _serving.set(None)
         call = serving.call
         if call is None:

@@ -20,6 +20,20 @@ def test_an_embedding_has_no_limit_of_tokens() -> None:
     assert read(SimpleNamespace(sampling_params=[{"max_new_tokens": 7}])) == 7
 
 
+@pytest.mark.parametrize(
+    ("path", "adapter"),
+    [
+        ("pirate", "pirate"),
+        (["pirate"] * 3, "pirate"),
+        (["pirate", None], None),
+        ([None], None),
+        (None, None),
+    ],
+)
+def test_an_adapter_of_all_answers_is_the_requests(path: Any, adapter: str | None) -> None:
+    assert SGLANG.reader("request.model")(SimpleNamespace(lora_path=path)) == adapter
+
+
 def test_a_prompt_of_embeddings_has_a_length() -> None:
     for name in ("tokenized.count", "message.prompt_tokens"):
         read = SGLANG.reader(name)

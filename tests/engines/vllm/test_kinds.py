@@ -185,6 +185,7 @@ OFFLINE = """
 import asyncio
 import sys
 from vllm import LLM, AsyncEngineArgs, SamplingParams
+from vllm.sampling_params import BeamSearchParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 settings = {"served_model_name": "mini", "dtype": "float32", "max_model_len": 512, "enforce_eager": True}
@@ -197,6 +198,8 @@ def whole():
     engine.generate(["one", "and two"], four)
     engine.generate("three", two_answers)
     engine.chat([{"role": "user", "content": "four"}], four)
+    beams = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
+    engine.beam_search([{"prompt": "five"}, {"prompt": "six"}], beams)
 
 async def streams():
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
@@ -238,10 +241,17 @@ def test_an_engine_without_a_server_has_requests(model: Path, tmp_path: Path, wo
         assert tokens == {0: 4}
         assert {root.name for root in roots} == {"embeddings mini"}
     else:
-        assert tokens == {4: 3, 8: 1}
-        assert Counter(span.name for span in receiver.spans)["decode"] == 5
-        chats = [root for root in roots if root.name == "chat mini"]
-        assert len(chats) == (work == "whole()")
+        is_whole = work == "whole()"
+        searches = [root for root in roots if root.attributes["gen_ai.request.id"].startswith("beams-")]
+        # Each prompt's beams: one, then two and two.
+        beams = [
+            (each.attributes["gen_ai.usage.input_tokens"], each.attributes["gen_ai.usage.output_tokens"])
+            for each in searches
+        ]
+        assert beams == [(5, 10)] * is_whole
+        assert tokens - Counter({10: is_whole}) == {4: 3, 8: 1}
+        assert Counter(span.name for span in receiver.spans)["decode"] == 5 + 10 * is_whole
+        assert sum(root.name == "chat mini" for root in roots) == is_whole
     steps = receiver.named("scheduler.step")
     assert steps
     assert all(step.links for step in steps)
