@@ -71,11 +71,8 @@ def operation(request: Any) -> str | None:
 
 def observers() -> Iterable[Observation]:
     """Yield an observer of a program's chats, whose requests do not differ from others."""
-
-    def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _submits_chats.set(True)
-
-    def end(before: Any, result: Any, error: BaseException | None) -> None:
-        _submits_chats.reset(before)
-
-    return [Observation("submit_chats", begin, end)]
+    yield Observation(
+        "submit_chats",
+        lambda args, kwargs: _submits_chats.set(True),
+        lambda before, result, error: _submits_chats.reset(before),
+    )
