@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Characters in a line of what another program reads: rich would break its lines after 80.
+_PIPE_WIDTH = 500
+
 
 def printable(text: str) -> str:
     """Return ``text`` with every character that could control a terminal escaped, but for line feeds."""
@@ -12,3 +21,10 @@ def counted(number: int, noun: str) -> str:
     """Return the number with its noun in the singular or plural: ``"1 process"``, ``"2 processes"``."""
     ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def console() -> Console:
+    """Return a console for tables on the standard output, whose lines break on a terminal only."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)

@@ -59,16 +59,16 @@ def rows_of(changes: Sequence[Change]) -> list[tuple[str, str, str, str, str]]:
 def show(before: Run, after: Run, changes: Sequence[Change], share: float) -> int:
     """Print the certain changes, the surest first. Exit status 1 for a regression beyond ``share``."""
     from rich import box
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from sgl_aspects.analysis.comparison import regressions
+    from sgl_aspects.terminal import console
 
-    console = Console(highlight=False)
+    output = console()
     rows, worse = rows_of(changes), regressions(changes, share)
-    console.print(escape(f"{len(changes)} measures compared, {len(rows)} changed: {after.source}"), end=" ")
-    console.print(escape(f"against {before.source}"))
+    output.print(escape(f"{len(changes)} measures compared, {len(rows)} changed: {after.source}"), end=" ")
+    output.print(escape(f"against {before.source}"))
     if rows:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
         table.add_column("changed", no_wrap=True)
@@ -76,8 +76,8 @@ def show(before: Run, after: Run, changes: Sequence[Change], share: float) -> in
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
             table.add_row(*map(escape, row))
-        console.print(table)
+        output.print(table)
     if worse:
         names = ", ".join(change.measure for change in worse)
-        console.print(escape(f"Regressions beyond {share:.1%}: {names}"), style="bold red", soft_wrap=True)
+        output.print(escape(f"Regressions beyond {share:.1%}: {names}"), style="bold red", soft_wrap=True)
     return 1 if worse else 0

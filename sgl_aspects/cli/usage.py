@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print a row for each value of the attribute; their device time adds up to that of the steps."""
     from rich import box
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from sgl_aspects.analysis.sources import load_runs
     from sgl_aspects.analysis.usage import usage_of
+    from sgl_aspects.terminal import console
     from sgl_aspects.view.text import duration, one_line
 
     run = load_runs(arguments.sources)
@@ -51,5 +51,5 @@ def run(arguments: argparse.Namespace) -> int:
             "–" if row.goodput is None else f"{row.goodput:.1%}",
         )
         table.add_row(escape(one_line(row.name or "none", 60)), *cells)
-    Console(highlight=False).print(table)
+    console().print(table)
     return 0

@@ -67,11 +67,10 @@ def _chosen(causes: Causes, text: str, source: str) -> Span:
 
 def _print(causes: Causes, explanation: Explanation) -> None:
     from rich import box
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from sgl_aspects.terminal import counted
+    from sgl_aspects.terminal import console, counted
     from sgl_aspects.tracing import schema
     from sgl_aspects.view.text import duration, one_line
 
@@ -89,18 +88,19 @@ def _print(causes: Causes, explanation: Explanation) -> None:
         share = seconds / request.seconds if request.seconds else 0.0
         shown = "\n".join(escape(one_line(name, 100)) for name in names)
         table.add_row(cause.value, duration(seconds), f"{share:.1%}", shown)
-    console = Console(highlight=False)
-    console.print(escape(one_line(f"{request.name} {_id(request)}: {duration(request.seconds)}", 200)))
-    console.print(table)
+    output = console()
+    heading = f"{request.name} {_id(request)}: {duration(request.seconds)}"
+    output.print(escape(one_line(heading, 200)), soft_wrap=True)
+    output.print(table)
     if answers := causes.answers.get(request.span_id):
         ids = ", ".join(_id(answer) for answer in sorted(answers, key=lambda answer: -answer.end_ns))
-        console.print(escape(one_line(f"Its answers, the last to end first: {ids}", 200)), soft_wrap=True)
+        output.print(escape(one_line(f"Its answers, the last to end first: {ids}", 200)), soft_wrap=True)
     gaps = causes.gaps(request)
     usual = statistics.median(gap.seconds for gap in gaps) if gaps else 0.0
     stalls = sorted((gap for gap in gaps if gap.seconds > _STALL * usual), key=lambda gap: -gap.seconds)
     if not stalls:
         return
-    console.print(
+    output.print(
         f"\n{counted(len(stalls), 'stall')}: more than {_STALL} × {duration(usual)} between two tokens"
     )
     for gap in stalls[:_STALLS]:
@@ -111,7 +111,7 @@ def _print(causes: Causes, explanation: Explanation) -> None:
         step = gap.step.attributes.get(schema.STEP_ID)
         text = f"{duration(gap.seconds)} after {at}, step {step}: {cause.value}"
         text += "".join(f" ({_id(causes.by_id[span_id])})" for span_id, _ in guilty)
-        console.print(escape(one_line(text, 200)), soft_wrap=True)
+        output.print(escape(one_line(text, 200)), soft_wrap=True)
 
 
 def _id(request: Span) -> str:

@@ -26,6 +26,14 @@ def test_the_table_names_causes_and_culprits(file: Path, capsys: pytest.CaptureF
     assert "request-20" in row
 
 
+def test_another_program_reads_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = "x" * 60 + "-"
+    file = SimulatedRun(40, prefix=prefix).write(tmp_path / "long.jsonl")
+    assert main(["why", f"{prefix}19", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(f"{prefix}20 (" in line for line in lines if "others' prefill in its steps" in line)
+
+
 def test_the_slowest_request(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", "slowest", str(file)]) == 0
     assert "request-" in capsys.readouterr().out.splitlines()[0]
