@@ -127,14 +127,14 @@ def _detach() -> dict[str, Any]:
     attachment, _attachment = _attachment, None
     if attachment is None:
         return {"restored": 0, "not_restored": []}
-    before = _originals()
+    before = _hooked()
     weaver.remove(attachment.hooks)
     attachment.session.detach()
     kept = {place for hook in aspects.report().hooks for place in hook.places}  # the process's own hooks
-    originals = {place: original for place, original in before.items() if place not in kept}
-    lost = [place for place, original in originals.items() if _callable_at(place) is not original]
+    hooked = {place: known for place, known in before.items() if place not in kept}
+    lost = [place for place, known in hooked.items() if id(_callable_at(place)) == known]
     attachment.session.close()
-    return {"restored": len(originals) - len(lost), "not_restored": sorted(lost)}
+    return {"restored": len(hooked) - len(lost), "not_restored": sorted(lost)}
 
 
 def _end_without_collector(run_folder: str) -> None:
@@ -169,13 +169,13 @@ def _beside_the_engine() -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-# -- checking the originals --------------------------------------------------------------------------------
+# -- checking that the hooks are gone -----------------------------------------------------------------------
 
 
-def _originals() -> dict[str, Any]:
-    """Return the original of each woven target."""
+def _hooked() -> dict[str, int]:
+    """Return the id of what stands at each woven target: weaving counts references."""
     places = {place for hook in aspects.report().hooks for place in hook.places}
-    return {place: getattr(_callable_at(place), "__wrapped__", None) for place in places}
+    return {place: id(_callable_at(place)) for place in places}
 
 
 def _callable_at(place: str) -> Any:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import logging
+import opcode
 import reprlib
 import sys
 import types
@@ -91,10 +92,10 @@ def _before(advice: Advice, following: Hook) -> Hook:
             if changed is not None:
                 args, kwargs = _changed_arguments(changed, advice)
             result = following(*args, **kwargs)
-            pass  # noqa: PIE790  the frame shows from here on
+            "The frame shows from here on."
             return result
         except BaseException:
-            pass  # noqa: PIE790
+            "The frame shows from here on."
             raise
 
     before.__code__ = hidden(before.__code__)
@@ -108,10 +109,10 @@ def _after(hook: Hook, following: Hook) -> Hook:
             changed = hook(result, *args, **kwargs)
             if changed is not None:
                 result = changed.value if isinstance(changed, Result) else changed
-            pass  # noqa: PIE790  the frame shows from here on
+            "The frame shows from here on."
             return result
         except BaseException:
-            pass  # noqa: PIE790
+            "The frame shows from here on."
             raise
 
     after.__code__ = hidden(after.__code__)
@@ -120,9 +121,12 @@ def _after(hook: Hook, following: Hook) -> Hook:
 
 @functools.cache
 def hidden(code: types.CodeType) -> types.CodeType:
-    """Return ``code`` with a frame that is hidden until a `pass`; it ends as that of :func:`_before` does."""
-    last = max(line for *_, line in code.co_lines() if line)
-    return compat.hide_frame(code, last - 4, last - 1)
+    """Return ``code`` with a frame that is hidden until one of its two statements that are a text.
+
+    They are its last instructions NOP: an earlier one is that of `try`.
+    """
+    starts = [(code.co_code[begin], line) for begin, _, line in code.co_lines() if line]
+    return compat.hide_frame(code, *[line for first, line in starts if first == opcode.opmap["NOP"]][-2:])
 
 
 def _native_link(hook: Hook, following: Hook, awaits: bool) -> Hook:

@@ -80,7 +80,7 @@ class WovenFunction:
         self._run = types.FunctionType(code, namespace, code.co_name, None, closure)
         self.function: Any = self._run
         if not anonymous:
-            self._run.__dict__ = Attributes()
+            self._run.__dict__ = {} if "__wrapped__" in original.__dict__ else Attributes()
             self._signature = Signature.of(self._run)
             self.take_attributes(original)
 
@@ -141,7 +141,7 @@ class WovenFunction:
         for name, value in self._taken.items():
             setattr(self.function, name, value)
         _copy_attributes(original, self.function)
-        self.function.__dict__["__wrapped__"] = original
+        self.function.__dict__["__wrapped__"] = original.__dict__.get("__wrapped__", original)
         # Unless the original has them: `inspect` then follows those.
         if {"__wrapped__", "__signature__"}.isdisjoint(original.__dict__):
             self.function.__dict__["__signature__"] = self._signature
@@ -309,10 +309,10 @@ class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         try:
             result = self._self_run(*args, **kwargs)
-            pass  # noqa: PIE790  the frame shows from here on
+            "The frame shows from here on."
             return result
         except BaseException:
-            pass  # noqa: PIE790
+            "The frame shows from here on."
             raise
 
     __call__.__code__ = hidden(__call__.__code__)

@@ -374,3 +374,20 @@ def test_a_function_and_descriptors_around_it_are_hooked_and_given_back_in_any_o
         held = [engine.A.__dict__[name] for name in ("c", "s", "p", "lazy")]
         assert [held[0].__func__, held[1].__func__, held[2].fget, held[3].func] == [f] * 4
         assert (engine.f, engine.g, held[2].fset) == (f, g, g)
+
+
+def test_a_decorated_functions_wrapped_function_is_the_one_that_it_had(engine: Any) -> None:
+    @functools.wraps(engine.f)
+    def decorated() -> Any:
+        return ["decorated", engine.f()]
+
+    plain, vars(engine)["decorated"] = engine.f, decorated
+    with aspects.woven(around("engine:decorated", hooked)):
+        assert engine.decorated() != decorated()
+        assert engine.decorated.__wrapped__ is plain
+        with aspects.woven(around("engine:f", hooked)):
+            assert engine.decorated.__wrapped__ is engine.f is not plain
+            assert aspects.report().stale == ()
+        assert engine.decorated.__wrapped__ is plain
+    assert engine.decorated is decorated
+    assert decorated.__wrapped__ is plain  # type: ignore[attr-defined]
