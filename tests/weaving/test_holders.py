@@ -390,4 +390,4 @@ def test_a_decorated_functions_wrapped_function_is_the_one_that_it_had(engine: A
             assert aspects.report().stale == ()
         assert engine.decorated.__wrapped__ is plain
     assert engine.decorated is decorated
-    assert decorated.__wrapped__ is plain  # type: ignore[attr-defined]
+    assert decorated.__wrapped__ is plain
