@@ -202,6 +202,22 @@ def test_an_id_used_again_that_was_read_first_from_the_scheduler() -> None:
     assert queues == [(7, 8), (8, 18)]
 
 
+def test_an_id_used_again_at_once_on_another_replica() -> None:
+    """The second request's scheduler is read before the caller, whose first request looks open then."""
+    joiner = Joined()
+    joiner.received(6, "same", 1, trace_id=6)
+    for writer, key, seen_ns in (("2", 20, 2), ("3", 30, 8)):
+        joiner.add(Writer(writer), RequestSeen(key, "same", seen_ns))  # type: ignore[arg-type]
+    joiner.of_caller(SpanEnd(REQUEST, 6, 6, 0, 1, 5))
+    joiner.received(7, "same", 7, trace_id=7)
+    for writer, key, start_ns in (("2", 20, 3), ("3", 30, 9)):
+        span = SpanEnd(SpanType("queue"), key + 1, key, key, start_ns, start_ns + 1)
+        joiner.add(Writer(writer), span)  # type: ignore[arg-type]
+    joiner.finish()
+    queues = [(span.parent.span_id, span.start_time) for span in joiner.spans if span.name == "queue"]
+    assert queues == [(6, 3), (7, 9)]
+
+
 def test_what_ends_while_hooks_are_removed_is_marked_as_possibly_incomplete() -> None:
     ended: list[int] = []
     joiner = Joined(on_request=lambda *request: ended.append(request[1].span_id))

@@ -265,7 +265,7 @@ class Joiner:
         elif isinstance(record, RequestSent):
             sent = self._roots.get(record.span_id)
             if sent is not None and sent.begin is not None:
-                sent.is_sent = True
+                self._roots.send(sent)
                 self._sent.append(sent.begin.request_id)
         elif isinstance(record, RequestElsewhere):
             self._roots.add_elsewhere(*record)

@@ -36,7 +36,8 @@ class Root(RootContext):
     #: The request that this is one of several answers to.
     group: Root | None = None
     is_sent: bool = False
-    seen_by: tuple[str, ...] = ()
+    #: By the name of the process that saw it.
+    seen_by: dict[str, RequestSeen] = field(default_factory=dict)
     ids: tuple[int, ...] = ()
     #: Its spans whose time is an attribute of its own.
     phases: list[SpanEnd] = field(default_factory=list)
@@ -179,8 +180,20 @@ class Roots:
             if grace is None or not late:
                 return None
             root = next((root for root in late if not root.seen_by), late[-1])
-        root.seen_by += (writer,)
+        root.seen_by[writer] = seen
         return root
+
+    def send(self, root: Root) -> None:
+        """Note that it was sent, and give it what was taken for the one before it with its id: its scheduler
+        may have been read just before the caller.
+        """
+        root.is_sent = True
+        for other in self._requests[root.begin.request_id][-2:] if root.begin is not None else ():
+            for writer, seen in list(other.seen_by.items()):
+                if root.was_under_way(seen.time_ns) and not other.was_under_way(seen.time_ns):
+                    root.seen_by[writer] = other.seen_by.pop(writer)
+                    other.ids = tuple(span_id for span_id in other.ids if span_id != seen.key)
+                    self.name(seen.key, root)
 
     def finish(self, root: Root) -> None:
         """Keep the root for a while: later records of other processes may still refer to it."""
