@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.resources import Resource
 
 from sgl_aspects.tracing import attach, context, schema
 from sgl_aspects.tracing.collect import join
-from sgl_aspects.tracing.collect.join import Joiner
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.collect.tail import TailChoice
 from sgl_aspects.tracing.context import TraceContext
@@ -22,12 +20,12 @@ from sgl_aspects.tracing.records import (
     RequestBegin,
     RequestElsewhere,
     RequestSeen,
-    RequestSent,
     SpanBegin,
     SpanEnd,
     SpanType,
 )
 from sgl_aspects.tracing.schema import STEP
+from tests.support.joined import Joined, Writer
 from tests.support.otlp_receiver import Receiver, below
 from tests.support.processes import wait_until
 from tests.support.sessions import REQUEST, begin, run_scheduler
@@ -116,45 +114,6 @@ def test_a_request_inside_a_span_of_ours_is_a_request(receiver: Receiver) -> Non
     assert len({span.trace_id for span in receiver.spans}) == 1
     (figures,) = receiver.points("gen_ai.server.request.duration")
     assert figures.count == 2
-
-
-class Writer:
-    """The part of a ring's reader that the joiner uses."""
-
-    process_id = 1
-    was_detached = False
-
-    def __init__(self, name: str) -> None:
-        self.name, self.last_ns = name, 9
-
-    def open_steps(self) -> tuple[()]:
-        return ()
-
-
-class Joined(Joiner):
-    """A joiner that keeps its spans, with the records of a caller's process and of a scheduler's."""
-
-    def __init__(self, **options: Any) -> None:
-        self.spans: list[Any] = []
-        super().__init__(Resource({}), lambda span: self.spans.append(span.readable()), **options)
-        self.caller: Any = Writer("1")
-        self.scheduler: Any = Writer("2")
-
-    @property
-    def names(self) -> list[str]:
-        return [span.name for span in self.spans]
-
-    def of_caller(self, *records: Any) -> None:
-        self.add(self.caller, *records)
-
-    def of_scheduler(self, *records: Any) -> None:
-        self.add(self.scheduler, *records)
-
-    def received(self, span_id: int = 7, rid: str = "r", start_ns: int = 5, **trace: Any) -> None:
-        """Take what the caller's process writes of a request until it is sent."""
-        trace = {"trace_id": 0xABC, **trace}
-        begin = RequestBegin(span_id, rid, start_ns, *TraceContext(**trace), "chat m", {})
-        self.of_caller(begin, RequestSent(span_id))
 
 
 def test_a_second_process_gets_the_request_of_a_caller_that_went_away() -> None:

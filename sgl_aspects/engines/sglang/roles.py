@@ -368,7 +368,7 @@ SGLANG = Engine(
         "req.rid": "rid",
         "req.finish_reason": lambda req: _reason_text(req.finished_reason),
         "batch.finished": lambda batch: [req for req in batch.reqs if req.finished_reason is not None],
-        "req.output_tokens": lambda req: len(req.output_ids),
+        "req.output_tokens": speculation.output_tokens,
         "req.is_middle_chunk": _is_middle_chunk,
         "req.is_prefill_only": "is_prefill_only",
         "req.drafts": speculation.drafts,

@@ -42,6 +42,12 @@ def drafts(req: Any) -> tuple[int, list[int]] | None:
     return count * (width - 1), at_least[-2::-1]
 
 
+def output_tokens(req: Any) -> int:
+    """Return the tokens of a request's answer: those of its last draft may go beyond its end."""
+    end = getattr(req, "finished_len", None)
+    return len(req.output_ids if end is None else req.output_ids[:end])
+
+
 ROLES = {
     "verify_drafts": Role((f"{_PROCESSOR}._resolve_spec_v2_tokens",), reads={"drafts": _resolved}),
     "draft": Role((f"{_WORKERS}.*:*DraftWorker.draft",)),

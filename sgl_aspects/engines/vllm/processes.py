@@ -58,21 +58,26 @@ ROLES = {
     "describe_worker": Role(("vllm.v1.worker.**:GPUModelRunner.__init__",), reads=_describes(_worker)),
 }
 #: Of this integration's own observers.
-OWN_ROLES = {"submit_chats": Role(("vllm.entrypoints.llm:LLM.*chat",))}
-_submits_chats: ContextVar[bool] = ContextVar("sgl_aspects_submits_chats", default=False)
+OWN_ROLES = {
+    "submit_chats": Role(("vllm.entrypoints.llm:LLM.*chat",)),
+    "submit_scores": Role(("vllm.entrypoints.**:LLM.score", "vllm.entrypoints.**:*OfflineMixin.score")),
+}
+_OPERATIONS = {"submit_chats": "chat", "submit_scores": "rerank"}
+_submits: ContextVar[str] = ContextVar("sgl_aspects_submits", default="")
 
 
 def operation(request: Any) -> str | None:
     """Return it where no path is known, of a front end in Rust or without a server."""
     if getattr(request, "pooling_params", None) is not None:
-        return "embeddings"
-    return "chat" if _submits_chats.get() or request.request_id.startswith("chatcmpl-") else None
+        return _submits.get() or "embeddings"
+    return _submits.get() or ("chat" if request.request_id.startswith("chatcmpl-") else None)
 
 
 def observers() -> Iterable[Observation]:
-    """Yield an observer of a program's chats, whose requests do not differ from others."""
-    yield Observation(
-        "submit_chats",
-        lambda args, kwargs: _submits_chats.set(True),
-        lambda before, result, error: _submits_chats.reset(before),
-    )
+    """Yield observers of a program's chats and scores, whose requests do not differ from others."""
+    for role, name in _OPERATIONS.items():
+        yield Observation(
+            role,
+            lambda args, kwargs, name=name: _submits.set(name),
+            lambda before, result, error: _submits.reset(before),
+        )

@@ -27,6 +27,8 @@ from tests.support.sglang_server import Server, serve
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 REQUESTS = range(4)
+#: An answer of no tokens, which SGLang generates like any with speculation, and some that end in a draft.
+EMPTY, *STOPPED = range(4, 8)
 TOKENS = 60
 
 
@@ -70,7 +72,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             with ThreadPoolExecutor(4) as pool:
                 others = pool.map(lambda number: generate(server, number), REQUESTS[1:])
                 theirs |= dict(zip(REQUESTS[1:], others))
-        ids = {trace_id(number) for number in REQUESTS}
+            body: dict[str, Any] = {"text": "a fox a fox a fox", "sampling_params": {"temperature": 0}}
+            made = server.post("/generate", body)["output_ids"]
+            limits = [{"max_new_tokens": 0}, *({"stop_token_ids": [token]} for token in made[20:23])]
+            for number, limit in enumerate(limits, EMPTY):
+                body["sampling_params"] = {"temperature": 0, **limit}
+                server.post("/generate", body, parent(number))
+        ids = {trace_id(number) for number in (*REQUESTS, EMPTY, *STOPPED)}
         receiver.wait_for(lambda spans: {s.trace_id for s in spans if s.parent_id == CALLER} >= ids)
         yield Run(receiver, by_trace(receiver.spans), theirs)
 
@@ -114,6 +122,12 @@ def test_tokens_of_a_request_are_its_steps_and_its_accepted_drafts(run: Run) -> 
         # The first comes with the prompt; the last draft may be longer than what was left to say.
         accepted = run.decode(number).attributes["sgl_aspects.speculation.accepted_tokens"]
         assert made <= 1 + theirs["spec_verify_ct"] + accepted < made + sglang_speculation.DRAFT_TOKENS
+
+
+def test_an_answer_ends_where_sglang_ends_it(run: Run) -> None:
+    for number in (EMPTY, *STOPPED):
+        (tokens,) = {span.attributes["gen_ai.usage.output_tokens"] for span in run.spans(number, "decode")}
+        assert tokens == run.root(number).attributes["gen_ai.usage.output_tokens"]
 
 
 def test_drafting_and_verifying_have_their_times(run: Run) -> None:
