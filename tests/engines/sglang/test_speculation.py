@@ -74,7 +74,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 theirs |= dict(zip(REQUESTS[1:], others))
             body: dict[str, Any] = {"text": "a fox a fox a fox", "sampling_params": {"temperature": 0}}
             made = server.post("/generate", body)["output_ids"]
-            limits = [{"max_new_tokens": 0}, *({"stop_token_ids": [token]} for token in made[20:23])]
+            limits: list[dict[str, Any]] = [
+                {"max_new_tokens": 0},
+                *({"stop_token_ids": [token]} for token in made[20:23]),
+            ]
             for number, limit in enumerate(limits, EMPTY):
                 body["sampling_params"] = {"temperature": 0, **limit}
                 server.post("/generate", body, parent(number))
