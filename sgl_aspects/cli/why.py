@@ -53,8 +53,8 @@ def _chosen(causes: Causes, text: str, source: str) -> Span:
     if text == _SLOWEST:
         return slowest[0]
     matches = causes.find(text)
-    if len(matches) == 1:
-        return matches[0]
+    if len(set(map(_id, matches))) == 1:  # the prompts of a beam search, or an id used again
+        return max(matches, key=lambda request: request.seconds)
     some = ", ".join(map(_id, (matches or slowest)[:_NAMED]))
     if matches:
         raise ConfigError(

@@ -53,6 +53,17 @@ def test_ids(file: Path, request_id: str, message: str | None, capsys: pytest.Ca
         assert message in capsys.readouterr().err
 
 
+def test_of_several_requests_with_one_id_the_slowest(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["why", "request-1", str(file)]) == 0
+    of_the_slower = capsys.readouterr().out.splitlines()[0]
+    same = tmp_path / "same.jsonl"
+    same.write_text(file.read_text().replace('"request-1"', '"request-20"'))
+    assert main(["why", "request-20", str(same)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == of_the_slower.replace("request-1", "request-20")
+
+
 def test_a_file_without_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.jsonl").touch()
     assert main(["why", "slowest", str(tmp_path / "empty.jsonl")]) == 2
