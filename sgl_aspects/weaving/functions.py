@@ -122,14 +122,13 @@ class WovenFunction:
             setattr(self._calls, _COUNT, getattr(self._calls, _COUNT) + counted)
         self.applied = True
 
-    def release(self, head: Any) -> None:
-        """Remove all hooks: remaining references to the function call ``head``."""
+    def release(self, head: Any, original: Any) -> None:
+        """Remove all hooks of ``original``: remaining references to the function call ``head``."""
         if self._compiled is not None:
             self._compiled.set(head)
             self._compiled = None
         self.applied = False
         self.set_hooks(head, ())
-        original = self._run.__dict__.get("__wrapped__")
         if type(original) is types.FunctionType and weakref.getweakrefcount(self._run):
             # Weak references live as long as the original.
             kept = [*original.__dict__.get(_KEPT, ()), self._run]

@@ -197,7 +197,7 @@ class FunctionJoinPoint(JoinPoint):
         return getattr(observer, "enter", None), getattr(observer, "exit", None), _Failed(advice)
 
     def release(self) -> None:
-        self.woven.release(self._called)
+        self.woven.release(self._called, self.inner)
 
     def apply(self, guarded: bool = False) -> None:
         installs = self.active and not self.installed
