@@ -5,12 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import gc
 import inspect
 import itertools
 import math
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -393,17 +391,3 @@ def test_a_decorated_functions_wrapped_function_is_the_one_that_it_had(engine: A
         assert engine.decorated.__wrapped__ is plain
     assert engine.decorated is decorated
     assert decorated.__wrapped__ is plain
-
-
-def test_a_weak_reference_to_a_hooked_decoration_of_no_function_survives_the_removal(engine: Any) -> None:
-    @functools.wraps(print)
-    def shown() -> str:
-        return "shown"
-
-    vars(engine)["shown"] = shown
-    with aspects.woven(around("engine:shown", hooked)):
-        weak = weakref.ref(engine.shown)
-    gc.collect()
-    found = weak()
-    assert found is not None
-    assert found() == "shown"

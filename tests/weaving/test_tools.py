@@ -6,6 +6,8 @@ import asyncio
 import collections
 import contextlib
 import copyreg
+import functools
+import gc
 import importlib
 import inspect
 import linecache
@@ -321,3 +323,17 @@ def test_what_copyreg_says_about_pickling_holds_for_a_hooked_object(
     Odd.__module__ = "engine"
     with aspects.woven(around("engine:odd", hooked)):
         assert pickle.loads(pickle.dumps(one.odd))() == ("hooked", 5)
+
+
+def test_a_weak_reference_to_a_hooked_decoration_of_no_function_survives_the_removal(one: Any) -> None:
+    @functools.wraps(print)
+    def shown() -> str:
+        return "shown"
+
+    one.shown = shown
+    with aspects.woven(around("engine:shown", hooked)):
+        weak = weakref.ref(one.shown)
+    gc.collect()
+    found = weak()
+    assert found is not None
+    assert found() == "shown"
