@@ -163,13 +163,14 @@ class Causes:
         now, phase = request.start_ns, Cause.FRONT_END
         if self._waits_for_a_prompt(request):
             phase = Cause.HAND_OVER
-        has_decoded = was_preempted = False
+        decoded: set[str] = set()
+        was_preempted = False
         for span in self._phases(request):
             start, end = max(now, span.start_ns), min(span.end_ns, request.end_ns)
             if end <= now:
                 continue
-            if span.name == _QUEUE and has_decoded:
-                was_preempted = True
+            if span.name == _QUEUE:  # of its answers, one may begin when another ended: a beam search
+                was_preempted = span.parent_id in decoded
             gap = Cause.PREEMPTED if was_preempted else phase
             if gap is Cause.HOST:
                 self._within_steps(found, span, now, start)
@@ -179,7 +180,8 @@ class Causes:
                 found.add(gap, start - now)
             phase = self._add_phase(found, span, start, end, was_preempted and span.name != _DECODE)
             if span.name == _DECODE:
-                has_decoded, was_preempted = True, False
+                decoded.add(span.parent_id)
+                was_preempted = False
             now = end
         unread = self._unread_ns(request, now)
         found.add(Cause.CALLER, unread)

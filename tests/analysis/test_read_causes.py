@@ -138,6 +138,17 @@ def test_forward_passes_count_by_the_process_in_which_they_ran() -> None:
     assert Causes([*spans, *passes, elsewhere]).device_seconds()["r"] == pytest.approx(0.16)
 
 
+def test_an_answer_that_begins_after_another_was_not_preempted() -> None:
+    """A beam search: a request to the engine for each token."""
+    below: dict[str, Any] = {"parent": "whole", "trace": "trace of whole"}
+    spans = [request("whole", 0, 1000), request("a", 10, 400, **below), request("b", 410, 990, **below)]
+    spans += [*phases("a", 10, 20, 300, 400), *phases("b", 410, 420, 900, 990)]
+    spans += [step(20, 300, ["a"], "extend"), step(420, 900, ["b"], "extend")]
+    found = Causes(spans).explain(spans[0])
+    assert Cause.PREEMPTED not in found.seconds
+    assert found.seconds[Cause.PREFILL] >= 0.7
+
+
 def test_who_runs_while_a_request_is_preempted_is_named() -> None:
     again = [span("queue", 200, 900, "r"), span("prefill", 900, 950, "r"), span("decode", 950, 1000, "r")]
     alone = [step(start, start + 100, ["other"]) for start in range(200, 900, 100)]
