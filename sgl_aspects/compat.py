@@ -84,12 +84,13 @@ HIDES_FRAMES = sys.version_info >= (3, 11) and sys.implementation.name == "cpyth
 
 
 def hide_frame(code: types.CodeType, *lines: int) -> types.CodeType:
-    """Return ``code`` with a frame that is invisible until a statement `pass` on one of ``lines``.
+    """Return ``code`` with a frame that is invisible until a statement without effect on one of ``lines``.
 
     Until its instruction RESUME has run, CPython takes a frame for one that is not complete: tracebacks,
     `sys._getframe`, warnings and trace functions leave it out. RESUME is moved from the beginning to each
-    `pass`, which compiles to one instruction NOP; a profiler sees the call begin there. All others get no
-    line, so a debugger does not stop at them. Code that has no such NOP is returned unchanged.
+    of these, `pass` or a text, which compiles to one instruction NOP; a profiler sees the call begin there.
+    All others get no line, so a debugger does not stop at them. Code that has no such NOP is returned
+    unchanged.
     """
     if not HIDES_FRAMES:
         return code
