@@ -24,7 +24,7 @@ def available_and_total() -> tuple[int, int]:
 def peak_resident() -> int:
     """The most bytes that this process has had resident; the present ones if the system keeps no peak."""
     try:
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(errors="replace")
     except OSError:  # no procfs: macOS, Windows
         return int(psutil.Process().memory_info().rss)
     for line in status.splitlines():

@@ -37,7 +37,7 @@ class Process:
     @property
     def title(self) -> str:
         """Its command line, in short: its user's own text."""
-        text = " ".join(self.words) or Path(f"/proc/{self.id}/comm").read_text().strip()
+        text = " ".join(self.words) or Path(f"/proc/{self.id}/comm").read_text(errors="replace").strip()
         text = printable(text).replace("\n", "\\n")
         return text if len(text) <= _TITLE else text[: _TITLE - 1] + "…"
 
@@ -65,7 +65,7 @@ class Process:
 def read_process(process_id: int) -> Process | None:
     """Return None if there is no such process, or it is a zombie."""
     try:
-        status = Path(f"/proc/{process_id}/stat").read_text()
+        status = Path(f"/proc/{process_id}/stat").read_text(errors="replace")  # a name may be any bytes
         words = Path(f"/proc/{process_id}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None

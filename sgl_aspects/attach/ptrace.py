@@ -69,7 +69,7 @@ class Wait(NamedTuple):
         words = Path(f"/proc/{process_id}/syscall").read_text().split()
         if words[0] in ("running", "-1") or (words[0], *words[2:4]) == _MUTEX_WAIT:
             return None
-        status = Path(f"/proc/{process_id}/task/{process_id}/status").read_text()
+        status = Path(f"/proc/{process_id}/task/{process_id}/status").read_text(errors="replace")
         switches = status[status.index("voluntary_ctxt_switches") :]
         return cls(int(words[0]), int(words[-2], 16), int(words[-1], 16), switches)
 

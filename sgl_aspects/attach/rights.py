@@ -34,7 +34,7 @@ def process_folder(process_id: int) -> Iterator[int]:
 
 def started(folder: int) -> int:
     """Return the start time of the process with this folder below ``/proc``, in clock ticks."""
-    with open(_opened_at(folder, "stat")) as file:
+    with open(_opened_at(folder, "stat"), errors="replace") as file:
         text = file.read()
     return int(text[text.rindex(")") + 2 :].split()[19])
 

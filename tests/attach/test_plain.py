@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.attach.injection import run_file
+from sgl_aspects.attach.process_tree import engine_tree
 from sgl_aspects.attach.ptrace import Wait, call_in_main_thread, stopped
+from sgl_aspects.attach.rights import process_folder, started
 from tests.support.attachable import (
     PROGRAM,
     Program,
@@ -166,6 +168,10 @@ _WAITING = {
     "lock": "import threading\nprint('x', flush=True)\nthreading.Event().wait()",
     "event loop": "import asyncio\nprint('x', flush=True)\nasyncio.new_event_loop().run_forever()",
     "input": "import os\nprint('x', flush=True)\nos.read(os.pipe()[0], 1)",
+    "name of any bytes": (
+        "import ctypes, time\nctypes.CDLL(None).prctl(15, b'caf\\xe9', 0, 0, 0)\n"
+        "print('x', flush=True)\nwhile True: time.sleep(1000)"
+    ),
 }
 
 
@@ -173,6 +179,8 @@ _WAITING = {
 def test_a_main_thread_that_runs_no_python_is_reached(wait: str, tmp_path: Path) -> None:
     with running(tmp_path, source=_WAITING[wait]) as program:
         _run_marks(program, 2)
+        with process_folder(program.id) as folder:  # as the command does, which reads every process
+            assert [started(folder)] == [one.started for one in engine_tree(program.id, is_wanted=True)]
         assert program.lives()
 
 
