@@ -142,7 +142,7 @@ class Decoder:
                 elif name == GROUP:
                     self._group(*record[1:])
                 else:
-                    records.append(_READERS[name](self, *record[1:]))
+                    records.append(self._event(_EVENTS[name], *record[1:]))
             except _ERRORS:
                 damaged += 1
         return records, damaged
@@ -208,44 +208,30 @@ class Decoder:
         span: SpanEnd = _new(SpanEnd, fields)
         return span
 
-    def _begin(self, type: int, span_id: int, root_id: int, parent_id: int, start: int) -> SpanBegin:
-        _check(span_id, root_id, parent_id)
-        return SpanBegin(self._type(type), span_id, root_id, parent_id, self._time(start))
+    def _event(self, kind: Any, *fields: Any) -> Record:
+        if len(fields) != len(kind._fields):
+            raise DamagedError(f"a {kind.__name__} of {len(fields)} fields")
+        event: Record = kind(*map(self._field, kind._fields, fields))
+        return event
 
-    def _request(
-        self,
-        span_id: int,
-        request_id: str,
-        start: int,
-        trace_id: int,
-        parent_id: int,
-        sampled: bool,
-        state: str,
-        remote: bool,
-        name: str,
-        attributes: Any,
-    ) -> RequestBegin:
-        _check(span_id, parent_id, trace_id=trace_id)
-        _check_texts(request_id, state, name)
-        flags, start = (bool(sampled), state, bool(remote)), self._time(start)
-        more = encodable(name), self._named(attributes)
-        return RequestBegin(span_id, request_id, start, trace_id, parent_id, *flags, *more)
-
-    def _sent(self, span_id: int) -> RequestSent:
-        _check(span_id)
-        return RequestSent(span_id)
-
-    def _seen(self, key: int, request_id: str, time: int) -> RequestSeen:
-        _check(key)
-        _check_texts(request_id)
-        return RequestSeen(key, request_id, self._time(time))
-
-    def _elsewhere(self, key: int, trace_id: int, span_id: int, sampled: bool) -> RequestElsewhere:
-        _check(key, span_id, trace_id=trace_id)
-        return RequestElsewhere(key, trace_id, span_id, bool(sampled))
-
-    def _process(self, attributes: Any) -> ProcessDescribed:
-        return ProcessDescribed(self._named(attributes))
+    def _field(self, name: str, value: Any) -> Any:
+        """Read a field of a record that is not a whole span, as its name says."""
+        if name in ("request_id", "trace_state", "name"):
+            if value.__class__ is not str:
+                raise DamagedError(f"{value!r} in the place of a text")
+            return encodable(value)
+        if name in ("sampled", "remote"):
+            return bool(value)
+        if name == "attributes":
+            return self._named(value)
+        if name == "type":
+            return self._type(value)
+        if name.endswith("_ns"):
+            return self._time(value)
+        is_trace = name == "trace_id"
+        if value >> (128 if is_trace else 64) or (is_trace and not value):
+            raise DamagedError(f"{name} {value}")
+        return value
 
     def _named(self, attributes: dict[Any, Any]) -> dict[str, Any]:
         """Return attributes whose keys are the numbers of their names, or names that had no room."""
@@ -351,23 +337,14 @@ def _parse_definition(data: bytes) -> SpanType | str | None:
         return None
 
 
-def _check(*ids: int, trace_id: int = 1) -> None:
+def _check(*ids: int) -> None:
     """Raise ``DamagedError`` for a number that is too large or negative, ``TypeError`` for no number."""
     for each in ids:
         if each >> 64:
             raise DamagedError(f"an id of {each}")
-    if trace_id >> 128 or not trace_id:
-        raise DamagedError(f"a trace id of {trace_id}")
 
 
-def _check_texts(*texts: Any) -> None:
-    for each in texts:
-        if each.__class__ is not str:
-            raise DamagedError(f"{each!r} in the place of a text")
-
-
-#: The names of records but spans in a ring, and how each is read: with another number of fields, or a field
-#: of another type, that raises ``TypeError``.
+#: The names of records but spans in a ring.
 NAMES: dict[type, str] = {
     RequestBegin: "request",
     RequestSent: "sent",
@@ -375,7 +352,4 @@ NAMES: dict[type, str] = {
     RequestElsewhere: "elsewhere",
     ProcessDescribed: "process",
 }
-_READERS: dict[str, Callable[..., Record]] = {
-    BEGIN: Decoder._begin,
-    **{name: getattr(Decoder, f"_{name}") for name in NAMES.values()},
-}
+_EVENTS: dict[str, type] = {BEGIN: SpanBegin, **{name: kind for kind, name in NAMES.items()}}
