@@ -18,7 +18,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 from sgl_aspects import compat
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.export.step_time import AddedTime
-from sgl_aspects.tracing.records import AttributeValue, RequestBegin, SpanEnd, encodable
+from sgl_aspects.tracing.records import AttributeValue, Latest, RequestBegin, SpanEnd, encodable
 
 _USAGE = tuple(4**power for power in range(14))
 # Boundaries from the conventions, in seconds and in tokens; for steps from a fraction of a millisecond to the
@@ -128,7 +128,7 @@ class EngineMetrics:
         self._tenants: set[str] = set()
         #: When an amount in a bucket of a histogram was kept with its trace.
         self._kept: dict[tuple[str, int], float] = {}
-        self._recorders: dict[tuple[str, _Labels], Callable[[float], None]] = {}
+        self._recorders: Latest[tuple[str, _Labels], Callable[[float], None]] = Latest(_MOST_KEPT)
         self._added = AddedTime()
         # By writer: its process and the figures of its latest step.
         self._states: dict[str, tuple[int, dict[str, AttributeValue]]] = {}
@@ -230,8 +230,6 @@ class EngineMetrics:
         key = name, labels
         record = self._recorders.get(key)
         if record is None:
-            if len(self._recorders) >= _MOST_KEPT:
-                self._recorders.clear()
             record = self._recorders[key] = compat.histogram_recorder(self._histograms[name], dict(labels))
         record(amount)
 

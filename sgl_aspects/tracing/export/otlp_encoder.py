@@ -17,7 +17,7 @@ from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from sgl_aspects.tracing.export.span import SCOPE, UNSET, CollectedSpan, RootContext
-from sgl_aspects.tracing.records import encodable
+from sgl_aspects.tracing.records import Latest, encodable
 from sgl_aspects.tracing.schema import REQUEST_ID, RESPONSE_ID
 
 _DOUBLE = struct.Struct("<d").pack
@@ -70,10 +70,11 @@ def _field(tag: bytes, content: bytes) -> bytes:
     return tag + (_SMALL[size] if size < _MOST_SMALL else _varint(size)) + content
 
 
-class _Values(dict[Any, bytes]):
+class _Values(Latest[Any, bytes]):
     """A cache from value to encoded attribute, of one key and one hashable type; None leaves it out."""
 
     def __init__(self, key: str) -> None:
+        super().__init__(_MOST_KEPT)
         self._key = _field(b"\x0a", key.encode())
 
     def __missing__(self, value: Any) -> bytes:
@@ -81,8 +82,6 @@ class _Values(dict[Any, bytes]):
             return b""
         encoded = _field(b"\x4a", self._key + _field(b"\x12", _value(encodable(value))))
         if len(encoded) <= _LONGEST_KEPT:
-            if len(self) >= _MOST_KEPT:
-                self.clear()
             self[value] = encoded
         return encoded
 
@@ -111,12 +110,10 @@ _OF_TYPE: dict[type, Callable[[str], _Encoder]] = {
 }
 
 
-class _Attributes(dict[tuple[str, type], _Encoder]):
+class _Attributes(Latest[tuple[str, type], _Encoder]):
     """Encoders of attributes, by key and type of value."""
 
     def __missing__(self, key_and_type: tuple[str, type]) -> _Encoder:
-        if len(self) >= _MOST_KEPT:
-            self.clear()
         key, kind = key_and_type
         make = _others if key in _IDS else _OF_TYPE.get(kind, _others)
         self[key_and_type] = found = make(key)
@@ -127,15 +124,15 @@ class SpanEncoder:
     """Encodes batches of spans; caches the encoding of recurring parts. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._attributes = _Attributes()
+        self._attributes = _Attributes(_MOST_KEPT)
         # by the id of the names, which are kept alive
-        self._types: dict[int, tuple[Mapping[str, type], list[Any]]] = {}
+        self._types: Latest[int, tuple[Mapping[str, type], list[Any]]] = Latest(_MOST_KEPT)
         # by all the keys and the types of their values
-        self._groups: dict[tuple[Any, ...], list[Any]] = {}
+        self._groups: Latest[tuple[Any, ...], list[Any]] = Latest(_MOST_KEPT)
         # by name, kind, whether the parent is remote, and status; those of plain internal spans by name
-        self._heads: dict[Any, bytes] = {}
+        self._heads: Latest[Any, bytes] = Latest(_MOST_KEPT)
         # by the id of the object, which is kept alive
-        self._resources: dict[int, tuple[Resource, bytes]] = {}
+        self._resources: Latest[int, tuple[Resource, bytes]] = Latest(_MOST_KEPT)
         version = (SCOPE.version or "").encode()
         self._scope = _field(b"\x0a", _field(b"\x0a", SCOPE.name.encode()) + _field(b"\x12", version))
 
@@ -201,30 +198,22 @@ class SpanEncoder:
         return b"".join(parts)
 
     def _keep_head(self, key: Any, name: str, kind: SpanKind, is_remote: bool, status: Status) -> bytes:
-        if len(self._heads) >= _MOST_KEPT:
-            self._heads.clear()
         fixed = _HEAD(0x30, KINDS[kind], 0x0185, FLAGS[is_remote], 0x39)
         encoded = self._heads[key] = _field(b"\x2a", name.encode()) + _status(status) + fixed
         return encoded
 
     def _keep_group(self, group: tuple[Any, ...]) -> list[Any]:
-        if len(self._groups) >= _MOST_KEPT:
-            self._groups.clear()
         half = len(group) // 2
         found = self._groups[group] = [self._attributes[each] for each in zip(group[:half], group[half:])]
         return found
 
     def _keep_type(self, names: Mapping[str, type]) -> tuple[Mapping[str, type], list[Any]]:
-        if len(self._types) >= _MOST_KEPT:
-            self._types.clear()
         found = self._types[id(names)] = names, [self._attributes[each] for each in names.items()]
         return found
 
     def _resource(self, resource: Resource) -> bytes:
         found = self._resources.get(id(resource))
         if found is None or found[0] is not resource:
-            if len(self._resources) >= _MOST_KEPT:
-                self._resources.clear()
             encoder_of, items = self._attributes, resource.attributes.items()
             parts = [encoder_of[key, value.__class__](value)[1:] for key, value in items]
             encoded = _field(b"\x0a", b"".join(b"\x0a" + part for part in parts))

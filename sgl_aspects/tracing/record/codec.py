@@ -104,8 +104,9 @@ class Decoder:
         self.last_ns = 0
         self._definitions: list[SpanType | str | None] = [None]
         self._definitions_end = 0
-        self._types: dict[tuple[Any, ...], SpanType] = {}  # by the definition and the classes of the values
-        self._names: dict[tuple[Any, ...], list[str]] = {}  # of attributes, by their numbers
+        # By the definition and the classes of the values; and names of attributes, by their numbers.
+        self._types: Latest[tuple[Any, ...], SpanType] = Latest(_TYPES)
+        self._names: Latest[tuple[Any, ...], list[str]] = Latest(_TYPES)
         self._parts: dict[int, list[bytes]] = {}
         self._part_count = 0
         self._groups: Latest[int, tuple[int, ...]] = Latest(_GROUPS)
@@ -238,8 +239,6 @@ class Decoder:
         keys = (*attributes,)
         names = self._names.get(keys)
         if names is None:
-            if len(self._names) >= _TYPES:
-                self._names.clear()
             names = [self._text(key) if key.__class__ is int else encodable(str(key)) for key in keys]
             self._names[keys] = names
         found = zip(names, attributes.values())
@@ -266,8 +265,6 @@ class Decoder:
         others = {name: kind for (name, known), kind in named if kind not in (known, _NONE)}
         if others:
             type = SpanType(type.name, {**type.attributes, **others})
-        if len(self._types) >= _TYPES:
-            self._types.clear()
         self._types[key] = type
         return type
 
