@@ -100,7 +100,10 @@ class TraceSession:
             try:
                 ring.open()
                 self._collector = CollectorProcess(
-                    self.run_folder, settings.collector_environment(), settings.prints()
+                    self.run_folder,
+                    settings.collector_environment(),
+                    settings.prints(),
+                    keeps=settings.keep_run_folder,
                 )
             except BaseException:
                 self._release()

@@ -66,7 +66,7 @@ _PLANTED = {
     "the collector's lock": ["collector.lock"],
     "the mark of the end": ["closing"],
     "the changes of what is recorded": ["control"],
-    "the variables of the collector": ["collector.json"],
+    "the mark of its removal": ["removable"],
     "the processes": ["attach/processes.json"],
 }
 
