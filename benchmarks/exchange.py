@@ -30,7 +30,7 @@ class Scheduler:
     """An engine's scheduler.
 
     ``stamped``: its method that is called once for each step, before the woven ones. ``late``: the woven
-    method that may be called for a step only during the next one. ``level_3``: those woven at level 3 only.
+    method that may be called for a step only during the next one. ``level_3``: those woven at level 3 only, the forward pass first.
     ``decoding``: the requests that this step decodes, from the arguments of ``stamped``; 0 if it does more.
     """
 
@@ -76,8 +76,7 @@ class Watched:
     When off, the inner one is called directly. ``own_ns``: the sum since it was set to 0.
     """
 
-    def __init__(self, owner: type, name: str, woven: types.FunctionType) -> None:
-        original = woven.__wrapped__  # type: ignore[attr-defined]
+    def __init__(self, owner: type, name: str, woven: types.FunctionType, original: Any) -> None:
         self.name, self._woven = woven.__qualname__, woven
         self.own_ns = 0
 
@@ -127,19 +126,20 @@ class Watched:
 def watched_methods(package: str) -> list[Watched]:
     """Return the methods of a package's classes that have observers only.
 
-    A woven function has the counter of its calls among its constants, and the original where nothing
-    changes its call.
+    A woven function has the counter of its calls among its constants, and the original, which may be a
+    decorated one, where nothing changes its call.
     """
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.")]
     values = [one for module in modules if type(module) is types.ModuleType for one in vars(module).values()]
     classes = {id(one): one for one in values if issubclass(type(one), type)}
     return [
-        Watched(owner, name, one)
+        Watched(owner, name, one, constant)
         for owner in classes.values()
         for name, one in list(vars(owner).items())
         if type(one) is types.FunctionType
         and any(type(constant).__name__ == "_Calls" for constant in one.__code__.co_consts)
-        and any(constant is one.__dict__.get("__wrapped__", one) for constant in one.__code__.co_consts)
+        for constant in one.__code__.co_consts
+        if type(constant) is types.FunctionType and constant.__qualname__ == one.__qualname__
     ]
 
 
@@ -164,8 +164,9 @@ class Exchange:
         wanted = json.loads(self._path.read_text())
         self._methods = self._methods or watched_methods(self._scheduler.package)
         self._names, self._size = ["off", *wanted["variants"]], wanted["size"]
-        is_forward = [method.name.endswith(self._scheduler.level_3) for method in self._methods]
-        if "level 3" in self._names and not any(is_forward):
+        if "level 3" in self._names and not any(
+            method.name.endswith(self._scheduler.level_3[0]) for method in self._methods
+        ):
             raise RuntimeError(f"no forward pass is traced; woven: {[one.name for one in self._methods]}")
         # The variant, nanoseconds of a step, and those added to each woven method.
         self._steps: list[tuple[str, int, list[int]]] = []
