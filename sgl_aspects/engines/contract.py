@@ -69,7 +69,6 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "graph_decision": (),
     "graph_mode": ("graph",),  # of a result that is a tuple, its first value says it
     "graph_launch": (),
-    "graph_replay": (),
     "sample": (),
     # Of speculation: a draft model's passes before and after the target's, or a search for a continuation.
     "draft": (),

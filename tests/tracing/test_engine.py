@@ -414,8 +414,8 @@ def test_tracing_by_environment_alone(model: Path, tmp_path: Path) -> None:
     assert set(names) - {"capture_graphs"} == {COMPLETION, "load_model"} | CHILDREN | STEPS
 
 
-# Of levels that are off nothing is woven; a replay is seen at the launch of its graph.
-AT_LEVEL_3 = sorted(EMBEDDED.roles.keys() - DETAILS.keys() - {"graph_replay", "sample"})
+# Of levels that are off nothing is woven.
+AT_LEVEL_3 = sorted(EMBEDDED.roles.keys() - DETAILS.keys() - {"sample"})
 
 
 @pytest.mark.parametrize(("asked", "expected"), [("off", []), ("3", AT_LEVEL_3)])

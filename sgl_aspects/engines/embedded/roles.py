@@ -89,7 +89,6 @@ EMBEDDED = Engine(
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch"), required=True),
         "graph_capture": Role((f"{_GRAPHS}.capture",)),
         "graph_decision": Role((f"{_GRAPHS}.can_run",)),
-        "graph_replay": Role((f"{_GRAPHS}.replay",)),
         "graph_launch": Role(("sgl_aspects.platforms.graphs:DeviceGraph+.replay",)),
         "sample": Role((f"{_RUNNER}.sample",)),
     },

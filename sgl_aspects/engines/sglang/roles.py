@@ -287,9 +287,8 @@ SGLANG = Engine(
         ),
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch:forward_batch"), required=True),
         "sample": Role((f"{_RUNNER}.sample",)),
-        # A device graph: captured at the start, replayed for batches that it fits. The others run eagerly.
-        "graph_replay": Role((f"{_GRAPHS}.execute", f"{_GRAPHS}.replay")),
-        # The launch itself; in versions without backends, with the runner's preparation.
+        # A device graph: captured at the start, replayed for batches that it fits; the others run eagerly. In
+        # versions without backends, with the runner's preparation.
         "graph_launch": Role(
             (
                 "sglang.srt.model_executor.runner_backend.*:*Backend.replay",

@@ -51,9 +51,8 @@ class ForwardObserver(TimedPasses):
         self.worker = WorkerPasses(trackers)
         self.is_joined = engine.has("batch.shared_id")
         self.runner_at = engine.position("forward", "model_runner")
-        self._launches = "graph_launch" in engine.roles
         self._graph_mode = engine.call_reader("graph_mode", "graph")
-        self._has_graphs = not engine.roles.keys().isdisjoint(("graph_launch", "graph_replay", "graph_mode"))
+        self._has_graphs = not engine.roles.keys().isdisjoint(("graph_launch", "graph_mode"))
         self.eager_text = self.replayed_text = self.device_text = 0
         #: The first value of the latest results of ``graph_mode``: replayed, and eager.
         self.replayed_value = self.eager_value = None
@@ -72,16 +71,13 @@ class ForwardObserver(TimedPasses):
             if native.compiled is None
             else (self.forward_enter, self.forward_exit, self.launch_enter, self.launch_exit, self.mode_exit)
         )
-        found = [
+        return [
             Observation("forward", enter, leave, level, native.WatchedCall),
             Observation("graph_decision", None, self._decision_exit, 3),
             Observation("graph_mode", None, decided, 3, native.WatchedCall),
             Observation("graph_launch", launch, launched, 3, native.WatchedCall),
             Observation("sample", self._sample_enter, self._sample_exit, 4),
         ]
-        if not self._launches:
-            found.append(Observation("graph_replay", self._replay_enter, None, 3))
-        return found
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = self.tracker.running
@@ -153,11 +149,6 @@ class ForwardObserver(TimedPasses):
             return
         self.replayed_value = value
         self._launch_enter((), {})
-
-    def _replay_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = self.step
-        if step is not None:
-            step.words[step.block + STEP_GRAPH] = self.replayed_text
 
     def _launch_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.step
