@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import uuid
@@ -28,19 +27,6 @@ _NO_LIMITS = SpanLimits()
 _NO_RANK: dict[str, Any] = {}
 _ERROR = Status(StatusCode.ERROR)
 _UNFINISHED = Status(StatusCode.ERROR, "the process ended before the span did")
-
-
-class _ProcessResource(Resource):
-    """The instrumentation scope that exporters group spans by; the SDK's class makes a JSON text for each
-    span.
-    """
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return super().__hash__()
-
-    def __hash__(self) -> int:
-        return self._hash
 
 
 class RunResource(Resource):
@@ -168,5 +154,5 @@ class SpanBuilder:
         process = {"process.pid": encodable(writer.process_id), **self._described.get(writer.name, {})}
         base = self._resource
         merged = base.with_own(process) if isinstance(base, RunResource) else {**base.attributes, **process}
-        resource = self.resources[writer.name] = _ProcessResource(merged, base.schema_url)
+        resource = self.resources[writer.name] = Resource(merged, base.schema_url)
         return resource

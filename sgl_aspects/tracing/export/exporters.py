@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.sdk.metrics.export import (
@@ -28,9 +27,6 @@ from sgl_aspects.tracing.settings import installed_exporter
 
 if TYPE_CHECKING:
     from sgl_aspects.tracing.settings import TraceSettings
-
-#: Seconds that a registered exporter may take to be made: the other exporters wait for it.
-_MAKING_SECONDS = 10.0
 
 
 def make_pipeline(name: str, settings: TraceSettings, *, append: bool = False) -> Pipeline:
@@ -117,32 +113,18 @@ def _prometheus_reader(settings: TraceSettings) -> MetricReader:
 def _registered(signal: str, name: str, methods: tuple[str, ...]) -> Any:
     """Make the exporter of the entry point ``name``; ``signal``: traces or metrics.
 
-    :raises ConfigError: it is not installed, raises, takes too long, or lacks one of ``methods``.
+    :raises ConfigError: it is not installed, raises, or lacks one of ``methods``.
     """
     point = installed_exporter(signal, name)
     if point is None:
         raise ConfigError(f"OTEL_{signal.upper()}_EXPORTER names {name!r}, which is no longer installed")
     distribution = point.dist.name if point.dist is not None else "an unknown distribution"
     exporter = f"the exporter {name!r} ({point.value} of {distribution})"
-    made: list[Any] = []
-    faults: list[BaseException] = []
-
-    def make() -> None:
-        try:
-            made.append(point.load()())
-        except BaseException as error:  # noqa: BLE001  # sys.exit among them: reported below
-            faults.append(error)
-
-    maker = threading.Thread(target=make, name=f"make {name}", daemon=True)
-    maker.start()
-    maker.join(_MAKING_SECONDS)
-    if faults:
-        raise ConfigError(f"{exporter} cannot be made: {type(faults[0]).__name__}: {faults[0]}") from faults[
-            0
-        ]
-    if not made:
-        raise ConfigError(f"{exporter} was not made within {_MAKING_SECONDS:g} s")
-    lacking = [method for method in methods if not callable(getattr(made[0], method, None))]
+    try:
+        made = point.load()()
+    except (Exception, SystemExit) as error:  # other people's code
+        raise ConfigError(f"{exporter} cannot be made: {type(error).__name__}: {error}") from error
+    lacking = [method for method in methods if not callable(getattr(made, method, None))]
     if lacking:
-        raise ConfigError(f"{exporter} made {made[0]!r}, which has no {lacking[0]}()")
-    return made[0]
+        raise ConfigError(f"{exporter} made {made!r}, which has no {lacking[0]}()")
+    return made

@@ -13,6 +13,7 @@ from opentelemetry.trace import SpanContext
 
 from sgl_aspects.tracing.export.otlp_encoder import CODES, FLAGS, KINDS, no_form
 from sgl_aspects.tracing.export.shared_file import SharedFile
+from sgl_aspects.tracing.export.span import SCOPE
 
 
 class OtlpJsonFileExporter(SpanExporter):
@@ -41,19 +42,19 @@ def to_json(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
 
     Written directly: protobuf's own conversion takes ten times as long. A test compares the two.
     """
-    found: dict[Any, dict[Any, list[dict[str, Any]]]] = {}
+    by_resource: dict[int, list[ReadableSpan]] = {}
     for span in spans:
-        by_scope = found.setdefault(span.resource, {})
-        by_scope.setdefault(span.instrumentation_scope, []).append(_span(span))
-    return {"resourceSpans": [_resource_spans(*item) for item in found.items()]} if found else {}
+        by_resource.setdefault(id(span.resource), []).append(span)
+    found = [_resource_spans(each) for each in by_resource.values()]
+    return {"resourceSpans": found} if found else {}
 
 
-def _resource_spans(resource: Any, by_scope: dict[Any, list[dict[str, Any]]]) -> dict[str, Any]:
-    message: dict[str, Any] = {"resource": _attributes(resource.attributes), "scopeSpans": []}
-    for scope, spans in by_scope.items():
-        named = {} if scope is None else {"name": scope.name, "version": scope.version}
-        named = {key: text for key, text in named.items() if text}
-        message["scopeSpans"].append({"scope": named, "spans": spans})
+def _resource_spans(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
+    resource, scope = spans[0].resource, {"name": SCOPE.name, "version": SCOPE.version}
+    message: dict[str, Any] = {
+        "resource": _attributes(resource.attributes),
+        "scopeSpans": [{"scope": scope, "spans": [*map(_span, spans)]}],
+    }
     if resource.schema_url:
         message["schemaUrl"] = resource.schema_url
     return message
