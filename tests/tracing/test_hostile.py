@@ -285,10 +285,10 @@ def test_a_part_without_end_is_given_up(tmp_path: Path) -> None:
     piece = b"[" * ring_format.PART_BYTES
     for count in range(100_000):
         try:
-            number, memory, offset = recorder.free_slots.take()
+            number, memory, offset = recorder.slots.take()
         except StopIteration:
             read_all(reader)
-            assert recorder._slots.make_room()
+            assert recorder.slots.make_room()
             continue
         kind = ring_format.KIND_RECORD
         ring_format.SLOT.pack_into(memory, offset, kind, count % 2, 9, 1, 1, count // 2, piece, number)

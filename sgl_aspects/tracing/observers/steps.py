@@ -42,7 +42,7 @@ class StepObserver(native.StepPath):
         engine = trackers.engine
         self._recorder = trackers.recorder
         self.tracker, self._requests = trackers.steps, trackers.requests
-        self.slots = getattr(trackers.recorder, "free_slots", None)
+        self.slots = getattr(trackers.recorder, "slots", None)
         self.requests, self.preempted = trackers.requests.requests, trackers.requests.preempted_requests
         self.measures = trackers.options.measures
         self.busy = None  # the scheduler, while the latest metrics show it at work

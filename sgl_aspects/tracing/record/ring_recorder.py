@@ -46,9 +46,8 @@ class RingRecorder(Recorder):
         #: Called with the run folder for each record dropped because the ring was not read.
         self.when_full: Callable[[str], None] | None = None
         self._closed = False
-        self._slots = Slots(self._open_file, self._ring_is_full)
-        #: The slots of the compiled path of a decode step.
-        self.free_slots = self._slots.free
+        #: The compiled path of a decode step takes some, too.
+        self.slots = Slots(self._open_file, self._ring_is_full)
         self._definitions: dict[SpanType | str, int] = {}  # of this process's file
         self._begin()
         weak = weakref.ref(self)
@@ -74,7 +73,7 @@ class RingRecorder(Recorder):
             words = self.steps.words
             level, wanted, sample = words[layout.WORD_LEVEL : layout.WORD_SAMPLE + 1].tolist()
             self._control = level & LEVEL_MASK, wanted, sample
-        self._slots.forget()
+        self.slots.forget()
         self._begin()
         if file is not None:
             file.close()
@@ -151,23 +150,23 @@ class RingRecorder(Recorder):
         if size > layout.PART_BYTES:
             return self._put_in_parts(data)
         try:
-            number, memory, offset = self._slots.take()
+            number, memory, offset = self.slots.take()
         except StopIteration:
-            return self._slots.make_room() and self._put(record)
+            return self.slots.make_room() and self._put(record)
         _pack(memory, offset, layout.KIND_RECORD, 0, 1, size, crc32(data), number, data, number)
         return True
 
     def _put_in_parts(self, data: bytes) -> bool:
         pieces = [data[at : at + layout.PART_BYTES] for at in range(0, len(data), layout.PART_BYTES)]
         if len(pieces) > layout.MOST_PARTS:
-            self._slots.drop()
+            self.slots.drop()
             return False
         head, first, part = (len(pieces), len(data), crc32(data)), 0, 0
         while part < len(pieces):
             try:
-                number, memory, offset = self._slots.take()
+                number, memory, offset = self.slots.take()
             except StopIteration:
-                if not self._slots.make_room():
+                if not self.slots.make_room():
                     return False
                 continue
             first = first or number
@@ -193,7 +192,7 @@ class RingRecorder(Recorder):
             if what not in self._definitions and file is not None:
                 number = file.define(codec.definition(what))
                 if number is None:
-                    self._slots.drop()
+                    self.slots.drop()
                     return 0
                 self._definitions[what] = number
             return self._definitions.get(what, 0)
@@ -205,9 +204,9 @@ class RingRecorder(Recorder):
     def end_step(self, steps: OpenSteps, block: int) -> None:
         """Copy the step into a slot."""
         try:
-            number, memory, offset = self._slots.take()
+            number, memory, offset = self.slots.take()
         except StopIteration:
-            if self._slots.make_room():
+            if self.slots.make_room():
                 self.end_step(steps, block)
                 return
         else:
@@ -229,7 +228,7 @@ class RingRecorder(Recorder):
         """Close the file. ``detaches``: the process goes on untraced, so its open spans have not failed."""
         with self._lock:
             self._closed = True
-            self._slots.close()
+            self.slots.close()
             file, self._file = self._file, None
             if file is not None:
                 # Another thread may be packing now: the memory is released with its last reference.

@@ -12,19 +12,17 @@ from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.file import RingFile
 
 
-class Slots:
+class Slots(native.Slots):
     """``take()`` returns a slot for the caller to fill: its number, its memory, and its offset there.
 
     ``StopIteration``: none is free, see ``make_room``. Taking is one step in C, which other threads cannot
     interrupt.
     """
 
-    __slots__ = ("_find_file", "_last", "_lock", "_when_full", "free", "take")
-
     def __init__(self, find_file: Callable[[], RingFile | None], when_full: Callable[[], None]) -> None:
+        super().__init__()
         self._find_file = find_file
         self._when_full = when_full
-        self.free = native.Slots()
         self.forget()
 
     def forget(self) -> None:
@@ -50,7 +48,7 @@ class Slots:
         if file is None:
             return False
         with self._lock:
-            if operator.length_hint(self.free):
+            if operator.length_hint(self):
                 return True  # another thread was faster
             free = file.words[layout.WORD_TAKEN] + file.slots
             if free > self._last:
@@ -71,8 +69,7 @@ class Slots:
                 file.words[layout.WORD_DROPPED] += 1
 
     def _hand_out(self, last: int, memory: Any, offset: int) -> None:
-        self.free.hand_out(self._last + 1, last, memory, offset)
-        self.take: Callable[[], tuple[int, Any, int]] = self.free.take
+        self.hand_out(self._last + 1, last, memory, offset)
         self._last = last
 
 
