@@ -140,6 +140,8 @@ class Decoder:
                 name = record[0]
                 if name.__class__ is int:
                     records.append(span(*record))
+                elif name == BEGIN:
+                    records.append(self._begin(*record[1:]))
                 elif name == GROUP:
                     self._group(*record[1:])
                 else:
@@ -209,6 +211,11 @@ class Decoder:
         span: SpanEnd = _new(SpanEnd, fields)
         return span
 
+    def _begin(self, type: int, span_id: int, root_id: int, parent_id: int, start: int) -> SpanBegin:
+        if (span_id | root_id | parent_id) >> 64:
+            raise DamagedError(f"the begin of {span_id, root_id, parent_id}")
+        return SpanBegin(self._type(type), span_id, root_id, parent_id, self._time(start))
+
     def _event(self, kind: Any, *fields: Any) -> Record:
         if len(fields) != len(kind._fields):
             raise DamagedError(f"a {kind.__name__} of {len(fields)} fields")
@@ -216,7 +223,7 @@ class Decoder:
         return event
 
     def _field(self, name: str, value: Any) -> Any:
-        """Read a field of a record that is not a whole span, as its name says."""
+        """Read a field of a rarer record, as its name says."""
         if name in ("request_id", "trace_state", "name"):
             if value.__class__ is not str:
                 raise DamagedError(f"{value!r} in the place of a text")
@@ -225,8 +232,6 @@ class Decoder:
             return bool(value)
         if name == "attributes":
             return self._named(value)
-        if name == "type":
-            return self._type(value)
         if name.endswith("_ns"):
             return self._time(value)
         is_trace = name == "trace_id"
@@ -349,4 +354,4 @@ NAMES: dict[type, str] = {
     RequestElsewhere: "elsewhere",
     ProcessDescribed: "process",
 }
-_EVENTS: dict[str, type] = {BEGIN: SpanBegin, **{name: kind for kind, name in NAMES.items()}}
+_EVENTS = {name: kind for kind, name in NAMES.items()}
