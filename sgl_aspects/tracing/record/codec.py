@@ -219,25 +219,23 @@ class Decoder:
     def _event(self, kind: Any, *fields: Any) -> Record:
         if len(fields) != len(kind._fields):
             raise DamagedError(f"a {kind.__name__} of {len(fields)} fields")
-        event: Record = kind(*map(self._field, kind._fields, fields))
+        event: Record = _new(kind, map(self._field, kind._fields, fields))
         return event
 
     def _field(self, name: str, value: Any) -> Any:
-        """Read a field of a rarer record, as its name says."""
-        if name in ("request_id", "trace_state", "name"):
-            if value.__class__ is not str:
-                raise DamagedError(f"{value!r} in the place of a text")
+        """Read a field of a rarer record, as its name says: most are ids."""
+        kind = value.__class__
+        if kind is not _CLASSES.get(name, int):
+            raise DamagedError(f"{name} {value!r}")
+        if kind is int:
+            if name in _TIMES:
+                return self._time(value)
+            if value >> (128 if name == "trace_id" else 64) or (not value and name == "trace_id"):
+                raise DamagedError(f"{name} {value}")
+            return value
+        if kind is str:
             return encodable(value)
-        if name in ("sampled", "remote"):
-            return bool(value)
-        if name == "attributes":
-            return self._named(value)
-        if name.endswith("_ns"):
-            return self._time(value)
-        is_trace = name == "trace_id"
-        if value >> (128 if is_trace else 64) or (is_trace and not value):
-            raise DamagedError(f"{name} {value}")
-        return value
+        return self._named(value) if kind is dict else value
 
     def _named(self, attributes: dict[Any, Any]) -> dict[str, Any]:
         """Return attributes whose keys are the numbers of their names, or names that had no room."""
@@ -355,3 +353,10 @@ NAMES: dict[type, str] = {
     ProcessDescribed: "process",
 }
 _EVENTS = {name: kind for kind, name in NAMES.items()}
+#: The classes of their fields that are not numbers, and the numbers that are times.
+_CLASSES = {
+    **dict.fromkeys(("request_id", "trace_state", "name"), str),
+    **dict.fromkeys(("sampled", "remote"), bool),
+    "attributes": dict,
+}
+_TIMES = ("start_ns", "time_ns")
