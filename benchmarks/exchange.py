@@ -30,8 +30,9 @@ class Scheduler:
     """An engine's scheduler.
 
     ``stamped``: its method that is called once for each step, before the woven ones. ``late``: the woven
-    method that may be called for a step only during the next one. ``level_3``: those woven at level 3 only, the forward pass first.
-    ``decoding``: the requests that this step decodes, from the arguments of ``stamped``; 0 if it does more.
+    method that may be called for a step only during the next one. ``level_3``: those woven at level 3 only,
+    the forward pass first. ``decoding``: the requests that this step decodes, from the arguments of
+    ``stamped``; 0 if it does more.
     """
 
     package: str
