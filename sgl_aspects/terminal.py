@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,13 @@ _PIPE_WIDTH = 500
 def printable(text: str) -> str:
     """Return ``text`` with every character that could control a terminal escaped, but for line feeds."""
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+
+
+def say(text: str) -> None:
+    """Write a line to standard error, if it can be written: one that is closed or full must stop nothing."""
+    if sys.stderr is not None:  # None is standard output to ``print``
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def counted(number: int, noun: str) -> str:

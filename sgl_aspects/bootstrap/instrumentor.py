@@ -8,11 +8,11 @@ not derived from OpenTelemetry's, so that nothing else has to be installed.
 from __future__ import annotations
 
 import os
-import sys
 
 from sgl_aspects import env
 from sgl_aspects.errors import Stop
 from sgl_aspects.plugins import load_plugins
+from sgl_aspects.terminal import say
 from sgl_aspects.weaving import HookRegistry
 
 _TRACE = "SGL_ASPECTS_TRACE"
@@ -32,7 +32,7 @@ class Instrumentor:
             load_plugins()
         except Stop as stop:
             # Called while Python starts, which would turn the exception into a fatal error with a traceback.
-            print(stop, file=sys.stderr, flush=True)
+            say(str(stop))
             os._exit(1)
 
     def uninstrument(self, **options: object) -> None:

@@ -5,6 +5,7 @@ Another `sitecustomize` further down the path runs as usual.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -39,6 +40,13 @@ def _prepare_to_be_attached_to() -> None:
         module.prepare_or_say()
 
 
+def _say(text: str) -> None:
+    """Write a line as `sgl_aspects.terminal.say`, where that cannot be imported."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
 try:
     if os.environ.get("ASPECTS_DORMANT"):
         if not _is_helper_of_multiprocessing():
@@ -51,10 +59,10 @@ except ModuleNotFoundError as error:
     if error.name != "sgl_aspects":
         raise
     # another interpreter, as of a script's virtual environment: its program is not to fail
-    print(f"sgl-aspects: {sys.executable} runs untraced: {error}", file=sys.stderr, flush=True)
+    _say(f"sgl-aspects: {sys.executable} runs untraced: {error}")
 except SystemExit as stop:
     # A required hook is missing. At this point of its start Python would print a long traceback.
-    print(stop, file=sys.stderr, flush=True)
+    _say(str(stop))
     os._exit(1)
 finally:
     _run_the_other_one()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, TypeAlias
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run.control import own_folder, read_control, write_asked
 from sgl_aspects.run.requests import Request
-from sgl_aspects.terminal import counted, printable
+from sgl_aspects.terminal import counted, printable, say
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.collect.rings import rings
 from sgl_aspects.view.text import duration
@@ -101,7 +100,7 @@ def take(steps: int, folder: str | None, process_id: int | None) -> int:
     try:
         answers = _wait(asked, steps)
     except KeyboardInterrupt:
-        print("\nwithdrawn: no profile is taken", file=sys.stderr)
+        say("\nwithdrawn: no profile is taken")
         return 130
     finally:
         asked.close()
@@ -137,7 +136,7 @@ def _wait(asked: Asked, steps: int) -> Answers:
         elif (answers := asked.answers()) or now - begin > _PATIENCE_SECONDS:
             text = _progress(answers, steps)
             if text != said:
-                print(text, file=sys.stderr)
+                say(text)
                 said = text
         time.sleep(_LOOK_SECONDS)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from sgl_aspects import packages
 from sgl_aspects.errors import AspectsError
-from sgl_aspects.terminal import printable
+from sgl_aspects.terminal import printable, say
 
 PROGRAM = "sgl-aspects"
 # Before each choice in an error.
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         advice = f" The commands need: {packages.hint(*missing)}" if missing else ""
         return _complain(f"the Python package {error.name!r} is not installed.{advice}")
     except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        say(f"{PROGRAM}: interrupted")
         return 130
     except BrokenPipeError:
         _write_no_more()  # the reader of the output is gone, as in "| head"
@@ -119,7 +119,7 @@ def _write_no_more() -> None:
 
 
 def _complain(message: str) -> int:
-    print(f"{PROGRAM}: error: {printable(message)}", file=sys.stderr)
+    say(f"{PROGRAM}: error: {printable(message)}")
     return 2
 
 

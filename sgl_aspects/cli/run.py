@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,6 +15,7 @@ from sgl_aspects.cli.arguments import naming_flags
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run import prepared, process_reports
 from sgl_aspects.run.cleaning import clean_up
+from sgl_aspects.terminal import say
 
 if TYPE_CHECKING:
     from sgl_aspects.tracing.settings import TraceSettings
@@ -78,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         environment[env.spelled(process_reports.VARIABLE, environment)] = _made(_absolute(arguments.report))
     if arguments.summary:
         environment["ASPECTS_TRACE_SUMMARY"] = "1"
-    print(end="", flush=True)  # also without a standard output
+    with contextlib.suppress(OSError):  # on a full disk the program runs, too
+        print(end="", flush=True)  # also without a standard output
     _announce(settings)
     return _become(program, command, environment)
 
@@ -91,10 +92,9 @@ def _warn_of_isolation(command: Sequence[str]) -> None:
         if not word.startswith("-"):
             return
         if not word.startswith("--") and (found := set("EIS") & set(re.split("[cmWX]", word)[0])):
-            print(
+            say(
                 f"sgl-aspects: warning: with Python's option -{min(found)} the program runs without hooks "
-                "and tracing",
-                file=sys.stderr,
+                "and tracing"
             )
             return
         if re.match("-[A-Za-z]*[cm]", word):
@@ -127,7 +127,7 @@ def _announce(settings: TraceSettings) -> None:
             if "otlp" in settings.exporters and refuses_connections(places[0]):
                 places[0] += " (nothing listens there yet)"
             where = ", ".join(places) or "no exporter"
-            print(f"sgl-aspects: tracing {what} (--level {settings.level}) to {where}", file=sys.stderr)
+            say(f"sgl-aspects: tracing {what} (--level {settings.level}) to {where}")
 
 
 def program_of(command: Sequence[str]) -> str:

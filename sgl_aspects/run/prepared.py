@@ -7,6 +7,7 @@ path of a script into it and sends the signal, which an idle process takes as we
 """
 
 import _thread
+import contextlib
 import fcntl
 import os
 import signal
@@ -74,7 +75,9 @@ def prepare_or_say(folder: str = "") -> None:
         prepare(folder)
     except OSError as error:
         text = f"process {os.getpid()} is not prepared for requests of sgl-aspects: {error}"
-        print(f"sgl-aspects: {text}", file=sys.stderr, flush=True)
+        if sys.stderr is not None:
+            with contextlib.suppress(OSError):
+                print(f"sgl-aspects: {text}", file=sys.stderr, flush=True)
 
 
 def _on_signal(number: int, frame: object) -> None:

@@ -10,13 +10,13 @@ import inspect
 import itertools
 import logging
 import os
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from sgl_aspects.errors import HookError, Stop
+from sgl_aspects.terminal import say
 from sgl_aspects.weaving.attributes import claims_to_be, is_a, is_class
 from sgl_aspects.weaving.targets import Target
 
@@ -236,7 +236,7 @@ def stop_without(lost: Iterable[Advice]) -> None:
     if threading.current_thread() is threading.main_thread():
         raise error
     # SystemExit in another thread would end only that thread.
-    print(error, file=sys.stderr, flush=True)
+    say(str(error))
     os._exit(1)
 
 

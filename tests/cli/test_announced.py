@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +28,23 @@ def test_a_backend_that_is_not_there_is_two_lines_and_no_wait() -> None:
         f"sgl-aspects: tracing requests (--level 1) to {endpoint} (nothing listens there yet)",
         f"sgl-aspects collector: nothing listens at {endpoint}: start a backend there, or choose --file FILE",
     ]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("where", ["2>&-", "2>/dev/full", "1>/dev/full"])
+@pytest.mark.parametrize("options", [("--file", "spans.jsonl"), ("--dormant",)], ids=["traced", "dormant"])
+def test_a_program_runs_wherever_it_cannot_be_said(
+    where: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Where standard error is closed, what is said does not go among the program's output either."""
+    traced = (sys.executable, "-m", "sgl_aspects", "run", *options, "--")
+    code = "open('ran', 'x').close()" + ("; import os; os.write(1, b'1')" if "2>" in where else "")
+    program = ("sh", "-c", f'exec "$@" {where}', "sh", *traced, sys.executable, "-c", code)
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(program, cwd=tmp_path, env=unbuffered, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout == ("" if "1>" in where else "1")
+    assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("kind", ["trace", "hook"])

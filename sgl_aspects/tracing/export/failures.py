@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
-import sys
 
-from sgl_aspects.terminal import printable
+from sgl_aspects.terminal import printable, say
 from sgl_aspects.tracing.variables import secrets, without_secrets
 
 _LONGEST_LINE = 300
@@ -20,12 +18,8 @@ _MOST_KINDS = 5
 
 
 def report_line(text: str) -> None:
-    """Write one line, without a backend's control characters.
-
-    A failure to write, as on a full disk, must not stop the delivery of spans.
-    """
-    with contextlib.suppress(OSError):
-        print(f"sgl-aspects collector: {printable(text)}", file=sys.stderr, flush=True)
+    """Write one line, without a backend's control characters."""
+    say(f"sgl-aspects collector: {printable(text)}")
 
 
 class FirstFailure(logging.Handler):
