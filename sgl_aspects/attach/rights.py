@@ -147,7 +147,7 @@ class Facts:
             process_id=process_id,
             user=int(status["Uid"].split()[0]),
             our_user=os.geteuid(),
-            has_capability=has_capability or _has_capability(),
+            has_capability=has_capability or has_trace_capability(),
             ptrace_scope=_ptrace_scope(),
             tracer=int(status["TracerPid"]),
             is_stopped=status["State"].startswith("T"),
@@ -218,12 +218,12 @@ def may_trace() -> str | None:
     scope = _ptrace_scope()
     if scope == 3:
         return "kernel.yama.ptrace_scope is 3: nobody may attach"
-    if scope and not _has_capability():
+    if scope and not has_trace_capability():
         return f"kernel.yama.ptrace_scope is {scope}, and CAP_SYS_PTRACE is missing"
     return None
 
 
-def _has_capability() -> bool:
+def has_trace_capability() -> bool:
     with process_folder(os.getpid()) as folder:
         return bool(int(_status(folder)["CapEff"], 16) >> _PTRACE & 1)
 

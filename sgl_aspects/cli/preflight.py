@@ -7,12 +7,14 @@ import ctypes
 import importlib.metadata
 import os
 import resource
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sgl_aspects.attach.rights import may_trace
+from sgl_aspects.attach.ptrace import stopped
+from sgl_aspects.attach.rights import has_trace_capability, may_trace
 from sgl_aspects.cli.run import add_trace_arguments, trace_settings
-from sgl_aspects.errors import ConfigError
+from sgl_aspects.errors import AttachError, ConfigError
 from sgl_aspects.terminal import printable
 from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.variables import unreachable
@@ -108,14 +110,34 @@ def _limits() -> Check:
 
 
 def _attaching() -> Check:
-    obstacle = may_trace()
-    if obstacle is None:
-        return Check("attach", "to running programs of this user")
-    return Check(
-        "attach",
-        obstacle,
-        "sgl-aspects attach needs sudo, or engines that were started with sgl-aspects run --dormant",
-    )
+    obstacle = may_trace() or _refused()
+    if obstacle is not None:
+        return Check(
+            "attach",
+            obstacle,
+            "sgl-aspects attach needs sudo, in a container docker run --cap-add SYS_PTRACE, or engines that "
+            "were started with sgl-aspects run --dormant",
+        )
+    whose = "this user that have no more capabilities"
+    if has_trace_capability():
+        whose = "every user" if os.geteuid() == 0 else "this user"
+    return Check("attach", f"to running programs of {whose}")
+
+
+def _refused() -> str | None:
+    """Stop a child of this process, and return why that is refused; None if it is not."""
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    try:
+        with stopped(child):
+            return None
+    except (OSError, AttachError) as error:
+        return f"the kernel refuses ptrace, as by a container's seccomp filter ({error})"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def _clock() -> Check:

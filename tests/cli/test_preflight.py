@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +72,37 @@ def test_a_poor_machine() -> None:
     assert done.returncode == 1
     assert line(done, "limits").endswith("nothing is traced: ulimit -f unlimited")
     assert line(done, "compiled step path").endswith("a decode step costs 40 to 60 µs more from level 2 on")
+
+
+# A filter of system calls, as a container's, that refuses ptrace (101 on x86-64).
+_SECCOMP = """
+import ctypes, os, struct, sys
+rules = [(0x20, 0, 0, 0), (0x15, 0, 1, 101), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *rule) for rule in rules))
+filter = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(rules), ctypes.addressof(code)))
+library = ctypes.CDLL(None, use_errno=True)
+if library.prctl(38, 1, 0, 0, 0) or library.prctl(22, 2, filter, 0, 0):
+    sys.exit(f"no filter: {os.strerror(ctypes.get_errno())}")
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter is one of x86-64")
+def test_a_filter_of_system_calls_that_refuses_to_attach_is_found() -> None:
+    asked = [sys.executable, "-m", "sgl_aspects", "preflight", "--file", "/dev/null"]
+    done = finished(sys.executable, "-c", _SECCOMP, *asked)
+    if "no filter" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 1
+    assert line(done, "attach").startswith("lack")
+    assert "docker run --cap-add SYS_PTRACE" in line(done, "attach")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_root_without_the_capability_is_told_whose_programs_it_may_attach_to() -> None:
+    asked = [sys.executable, "-m", "sgl_aspects", "preflight", "--file", "/dev/null"]
+    done = finished("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-all", *asked)
+    assert "this user that have no more capabilities" in line(done, "attach")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small /dev/shm, which only root may do")
