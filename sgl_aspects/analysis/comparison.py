@@ -206,15 +206,15 @@ def _durations(spans: Sequence[Span]) -> Mapping[str, Sequence[Sample]]:
     for span in sorted(spans, key=lambda span: span.end_ns):
         if span.trace_id in size_of:
             if span.name in (schema.TOKENIZE.name, schema.DETOKENIZE.name):
-                seconds = span.attributes.get(schema.DETOKENIZE_BUSY_TIME, span.seconds)
-                found[f"{span.name} of requests"].append(Sample(size_of[span.trace_id], float(seconds)))
+                seconds = span.number(schema.DETOKENIZE_BUSY_TIME, span.seconds)
+                found[f"{span.name} of requests"].append(Sample(size_of[span.trace_id], seconds))
         elif span.trace_id in steps and span.name not in (STEP, schema.RUN_BATCH.name):
             kind = steps[span.trace_id]
-            seconds = span.attributes.get(schema.DEVICE_TIME, span.seconds)
+            seconds = span.number(schema.DEVICE_TIME, span.seconds)
             operator = span.attributes.get(schema.OPERATOR_NAME)
             name = f"{span.name} {operator}" if operator and operator != span.name else span.name
-            graph, shape = (span.attributes.get(key) for key in (schema.GRAPH, schema.SHAPE))
-            found[f"{name}, {kind[0]}"].append(Sample((*kind, graph, shape), float(seconds)))
+            graph, shape = (str(span.attributes.get(key)) for key in (schema.GRAPH, schema.SHAPE))
+            found[f"{name}, {kind[0]}"].append(Sample((*kind, graph, shape), seconds))
     for phase in report.phases:
         for step in phase.steps:
             found[f"step, {phase.phase}"].append(Sample(_kind(step), step.seconds))

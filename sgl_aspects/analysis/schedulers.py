@@ -125,8 +125,8 @@ def _add_device_times(spans: Iterable[Span], steps: dict[str, Step]) -> None:
     passes: list[tuple[Span, tuple[object, ...]]] = []
     for span in spans:
         if span.name == schema.FORWARD.name and span.trace_id in steps:
-            kind = tuple(span.attributes.get(key) for key in (schema.MODE, schema.BATCH_SIZE, schema.GRAPH))
-            passes.append((span, (span.host, span.process_id, *kind)))
+            named = (str(span.attributes.get(key)) for key in (schema.MODE, schema.BATCH_SIZE, schema.GRAPH))
+            passes.append((span, (span.host, span.process_id, *named)))
             if schema.DEVICE_TIME in span.attributes:
                 timed[passes[-1][1]].append(span.number(schema.DEVICE_TIME))
     sums: Counter[tuple[str, str, int]] = Counter()

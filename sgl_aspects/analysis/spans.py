@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
 _LONGEST = 64 << 20  # bytes of a line
+_BEYOND = 1e18
 _SERVER = 2  # SPAN_KIND_SERVER
 _ERROR = 2  # STATUS_CODE_ERROR
 _ROLE = schema.DISAGGREGATION_MODE
@@ -47,10 +48,12 @@ class Span:
     def seconds(self) -> float:
         return (self.end_ns - self.start_ns) / 1e9
 
-    def number(self, attribute: str) -> float:
-        """Return the attribute as a number; 0 if it is absent."""
-        value = self.attributes.get(attribute, 0)
-        return float(value) if isinstance(value, (int, float)) else 0.0
+    def number(self, attribute: str, default: float = 0.0) -> float:
+        """Return the attribute as a number; the default if it is absent, or beyond any measure."""
+        value = self.attributes.get(attribute)
+        if not isinstance(value, (int, float)) or not abs(value) < _BEYOND:  # NaN is not below it either
+            return default
+        return float(value)
 
 
 def read_spans(path: Path) -> list[Span]:

@@ -193,6 +193,35 @@ def test_a_file_that_is_none(
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"arrayValue": {"values": [{"stringValue": "a"}]}},
+        {"kvlistValue": {"values": []}},
+        {"bytesValue": "AA=="},
+        {"stringValue": "a"},
+        {"doubleValue": "NaN"},
+        {"doubleValue": "Infinity"},
+        {"doubleValue": 1e308},
+        {"boolValue": True},
+        {},
+    ],
+)
+def test_an_attribute_of_any_type_stops_no_command(value: dict[str, Any], tmp_path: Path) -> None:
+    good, odd = SimulatedRun(22).write(tmp_path / "good.jsonl"), tmp_path / "odd.jsonl"
+    lines = [json.loads(line) for line in good.read_text().splitlines()]
+    spans = [span for line in lines for span in line["resourceSpans"][0]["scopeSpans"][0]["spans"]]
+    for attribute in [each for span in spans for each in span.get("attributes", ())]:
+        attribute["value"] = value
+    odd.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = ["-o", str(tmp_path / "report.html")]
+    assert main(["report", str(odd), *page]) == 0
+    assert main(["report", str(odd), "--format", "perfetto", *page]) == 0
+    assert main(["report", "--compare", str(good), str(odd), *page]) in (0, 1, 2)
+    assert main(["why", "slowest", str(odd)]) == 0
+    assert main(["usage", str(odd)]) == 0
+
+
 def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = ["-o", str(tmp_path / "report.html")]
     assert main(["report", str(tmp_path / "absent.jsonl"), *output]) == 2
