@@ -55,10 +55,7 @@ def _of_vllm(core: Any) -> int:
 
 _SGLANG = "sglang.srt.managers.scheduler", "Scheduler", "run_event_loop", "is_disable_overlap_for_batch"
 _VLLM = "vllm.v1.engine.core", "EngineCoreProc", "run_busy_loop", "_process_engine_step"
-_VLLM_FORWARD = tuple(
-    f"GPUModelRunner.{name}"
-    for name in ("execute_model", "sample_tokens", "_determine_batch_execution_and_padding")
-)
+_VLLM_FORWARD = ("GPUModelRunner.execute_model", "GPUModelRunner.sample_tokens", "CUDAGraph.replay")
 SCHEDULERS = (
     Scheduler(
         "sglang",
@@ -130,7 +127,8 @@ def watched_methods(package: str) -> list[Watched]:
     A woven function has the counter of its calls among its constants, and the original, which may be a
     decorated one, where nothing changes its call.
     """
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.")]
+    places = (f"{package}.", "torch.cuda.graphs")
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(places)]
     values = [one for module in modules if type(module) is types.ModuleType for one in vars(module).values()]
     classes = {id(one): one for one in values if issubclass(type(one), type)}
     return [

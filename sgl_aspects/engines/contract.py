@@ -66,8 +66,6 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     # Its forward pass; in another process than the scheduler's, too.
     "describe_worker": ("description",),
     "forward": ("model_runner", "batch"),
-    "graph_decision": (),
-    "graph_mode": ("graph",),  # of a result that is a tuple, its first value says it
     "graph_launch": (),
     "sample": (),
     # Of speculation: a draft model's passes before and after the target's, or a search for a continuation.

@@ -95,10 +95,8 @@ def test_what_the_host_prepares_for_a_replay_is_not_device_time() -> None:
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=[object()], step_id=1)
     recorded: list[int] = []
     with aspects.woven(launch):
-        for is_replayed in (False, True, True, None, False):
+        for is_replayed in (False, True, True, False, False):
             with loop.run(batch) as result, loop.call("forward", runner, batch):
-                if is_replayed is not None:  # None: another kind of graph runner, without this query
-                    loop.found["graph_decision"].exit(None, is_replayed, None)
                 clock.now += 1.0  # launching one by one, or preparing a replay
                 if is_replayed:
                     Graph(clock).replay()
@@ -108,8 +106,8 @@ def test_what_the_host_prepares_for_a_replay_is_not_device_time() -> None:
     values = [dict(zip(span.type.attributes, span.values)) for span in recorder.named("forward")]
     assert [each[GRAPH] for each in values] == ["eager", "replayed", "replayed", "eager", "eager"]
     assert [each[DEVICE_TIME] for each in values] == [1.0, 2.0, 2.0, None, 1.0]
-    # The first pass enters before its graph query is known; so does one after another kind.
-    assert [after - before for before, after in zip([0, *recorded], recorded)] == [3, 2, 2, 0, 3]
+    # A pass is expected to be like the last one: the first replay begins twice, the next eager pass never.
+    assert [after - before for before, after in zip([0, *recorded], recorded)] == [2, 3, 2, 0, 2]
 
 
 class Module:
@@ -211,21 +209,21 @@ def test_the_device_time_of_a_replay_is_around_the_launch_of_the_graph(
     assert times == [(each, "replayed") for each in (1.0, 1.0, 2.5, 1.0)]
 
 
-def test_the_device_time_of_a_pass_begins_where_the_engine_has_chosen_a_graph() -> None:
-    """vLLM says so in a result: what it prepares before is not the device's time; of an eager pass it is."""
-    graph, none = SimpleNamespace(name="FULL"), SimpleNamespace(name="NONE")
+def test_the_device_time_of_vllms_pass_is_around_its_replay() -> None:
+    """What it prepares before is not the device's time; of an eager pass it is."""
     engine = dataclasses.replace(VLLM, attributes={**VLLM.attributes, "model_runner.platform": "platform"})
     recorder, clock = Memory(), Clock()
     loop, runner = loop_of(engine, recorder), SimpleNamespace(platform=clock)
     message = batch(cached={"a": (5, 1)})
-    for mode in (graph, graph, none, none, graph, graph):
+    for is_replayed in (True, True, False, False, True, True):
         with loop.run(message) as result, loop.call("forward", runner, message):
             clock.now += 1.0
-            loop.found["graph_mode"].exit(None, (mode, object()), None)
-            clock.now += 2.0
+            with loop.call("graph_launch", object()) if is_replayed else nullcontext():
+                clock.now += 2.0
+            clock.now += 4.0
         loop.process(message, result)
     values = [dict(zip(span.type.attributes, span.values)) for span in recorder.named("forward")]
-    replayed, eager = ("replayed", 2.0), ("eager", 3.0)
+    replayed, eager = ("replayed", 2.0), ("eager", 7.0)
     # The first eager pass after a replay was expected to be one.
     expected = [replayed, replayed, ("eager", None), eager, replayed, replayed]
     assert [(each[GRAPH], each[DEVICE_TIME]) for each in values] == expected

@@ -88,7 +88,6 @@ EMBEDDED = Engine(
         "load_model": Role((f"{_RUNNER}.load_model",)),
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch"), required=True),
         "graph_capture": Role((f"{_GRAPHS}.capture",)),
-        "graph_decision": Role((f"{_GRAPHS}.can_run",)),
         "graph_launch": Role(("sgl_aspects.platforms.graphs:DeviceGraph+.replay",)),
         "sample": Role((f"{_RUNNER}.sample",)),
     },

@@ -60,12 +60,6 @@ def shared_id(batch: Any) -> int | None:
     return int(1 << 63 | zlib.crc32(rid.encode()) << 28 | place)
 
 
-def graph(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> str | None:
-    """Return a runner's choice for a forward pass: its first value is a mode, or a batch that has one."""
-    mode = getattr(result[0], "cg_mode", result[0]) if isinstance(result, tuple) and result else None
-    return None if mode is None else "eager" if mode.name == "NONE" else "replayed"
-
-
 scheduled = Scheduled()
 
 

@@ -277,13 +277,8 @@ VLLM = Engine(
         "forward": Role((f"{_RUNNER}.execute_model",), ("model_runner:self", "batch:scheduler_output")),
         "sample": Role((f"{_RUNNER}.sample_tokens",)),
         "draft": Role((f"{_RUNNER}.propose_draft_token_ids",)),
-        "graph_mode": Role(
-            (
-                f"{_RUNNER}._determine_batch_execution_and_padding",
-                "vllm.v1.worker.gpu.dp_utils:dispatch_cg_and_sync_dp",
-            ),
-            reads={"graph": batch.graph},
-        ),
+        # PyTorch's, of any device: vLLM calls it in a place for each kind of graph.
+        "graph_launch": Role(("torch*.*.graphs:*Graph.replay",)),
         "graph_capture": Role((f"{_RUNNER}.capture_model",)),
         "load_model": Role(("vllm.v1.worker.**:*PUModelRunner.load_model",)),
         "kv_init": Role((f"{_RUNNER}.initialize_kv_cache",)),

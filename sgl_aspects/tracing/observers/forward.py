@@ -51,11 +51,8 @@ class ForwardObserver(TimedPasses):
         self.worker = WorkerPasses(trackers)
         self.is_joined = engine.has("batch.shared_id")
         self.runner_at = engine.position("forward", "model_runner")
-        self._graph_mode = engine.call_reader("graph_mode", "graph")
-        self._has_graphs = not engine.roles.keys().isdisjoint(("graph_launch", "graph_mode"))
+        self._has_graphs = "graph_launch" in engine.roles
         self.eager_text = self.replayed_text = self.device_text = 0
-        #: The first value of the latest results of ``graph_mode``: replayed, and eager.
-        self.replayed_value = self.eager_value = None
         #: The step of the running pass.
         self.step = self.met_steps = None
         #: A bit for each mode: whether the last pass replayed a graph, or could have. An event costs the
@@ -66,15 +63,13 @@ class ForwardObserver(TimedPasses):
     def observations(self) -> list[Observation]:
         # In a process without steps it detects changes of the level.
         level = WITHOUT_STEPS if self.is_joined else 3
-        enter, leave, launch, launched, decided = (
-            (self._enter, self._exit, self._launch_enter, self._launch_exit, self._graph_mode_exit)
+        enter, leave, launch, launched = (
+            (self._enter, self._exit, self._launch_enter, self._launch_exit)
             if native.compiled is None
-            else (self.forward_enter, self.forward_exit, self.launch_enter, self.launch_exit, self.mode_exit)
+            else (self.forward_enter, self.forward_exit, self.launch_enter, self.launch_exit)
         )
         return [
             Observation("forward", enter, leave, level, native.WatchedCall),
-            Observation("graph_decision", None, self._decision_exit, 3),
-            Observation("graph_mode", None, decided, 3, native.WatchedCall),
             Observation("graph_launch", launch, launched, 3, native.WatchedCall),
             Observation("sample", self._sample_enter, self._sample_exit, 4),
         ]
@@ -128,31 +123,10 @@ class ForwardObserver(TimedPasses):
         if error is not None:
             self.tracker.fail(step, _FAILED, error_type(error))
 
-    def _decision_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        if self.has_events and self.step is not None:
-            self.expects |= _mode_bit(self.step)
-            if not result:
-                if self.events is None:
-                    self._take_events()
-                self._begin_on_device()
-
-    def _graph_mode_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        label = None if error is not None else self._graph_mode((), {}, result)
-        if label is None:
-            return
-        if self.step is None:
-            self.worker.graph = label
-            return
-        value = result[0] if isinstance(result, tuple) and result else None
-        if label != "replayed":
-            self.eager_value = value
-            return
-        self.replayed_value = value
-        self._launch_enter((), {})
-
     def _launch_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.step
         if step is None:
+            self.worker.graph = "replayed"
             return
         words, at = step.words, step.block + STEP_GRAPH
         if words[at] == self.replayed_text:

@@ -38,6 +38,7 @@ class WorkerPasses(TimedPasses):
         self._values = engine.values_reader("batch", ("mode", "reqs", "num_tokens"))
         self._mode_name = engine.reader("mode.name")
         self.span_id = 0
+        self._eager = "eager" if "graph_launch" in engine.roles else None
         self.graph: str | None = None
         self._waiting: collections.deque[tuple[Any, Any]] = collections.deque()
 
@@ -58,7 +59,7 @@ class WorkerPasses(TimedPasses):
             tracker.write_details(step_id if is_recorded else 0)
         if not is_recorded:
             return None
-        self.span_id, self.graph = recorder.new_id(), None
+        self.span_id, self.graph = recorder.new_id(), self._eager
         tracker.remote = step_id, self.span_id
         runner = self._runner(args, kwargs)
         if runner is not self.met_runner:

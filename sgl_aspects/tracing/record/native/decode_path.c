@@ -127,7 +127,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tracker, *step, *events, *stream, *met_runner, *met_steps, *replayed_value, *eager_value;
+    PyObject *tracker, *step, *events, *stream, *met_runner, *met_steps;
     Py_ssize_t runner_at;
     unsigned long long stream_handle, eager_text, replayed_text, device_text, passes, expects, replays;
     char has_begun, has_ended, has_parts, has_events, is_joined;
@@ -411,7 +411,7 @@ elapsed(PyObject *events)
 /* -- a step: scheduled, launched, its result processed ----------------------------------------------------- */
 
 static PyObject *s_schedule_exit, *s_run_enter, *s_run_exit, *s_process_enter, *s_process_exit;
-static PyObject *s_read_late, *s_forward_enter, *s_forward_exit, *s_launch_enter, *s_mode_exit;
+static PyObject *s_read_late, *s_forward_enter, *s_forward_exit, *s_launch_enter;
 
 static PyObject *
 StepPath_schedule_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
@@ -839,8 +839,8 @@ static PyObject *
 launch_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
 {
     ForwardPath *self = (ForwardPath *)object;
-    if (is_none(self->step))
-        Py_RETURN_NONE;
+    if (is_none(self->step) && !self->is_joined)
+        Py_RETURN_NONE; /* otherwise it may be a pass of a worker */
     uint64_t *words = is_step(self->step) ? words_of((Step *)self->step) : NULL;
     if (words == NULL || !((self->passes + 1) & PASSES_PER_STREAM))
         return OTHER_CASE;
@@ -858,22 +858,6 @@ launch_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_U
 }
 
 PACKED(ForwardPath, launch_enter)
-
-/* The engine has chosen how the pass runs: by the first value of the result, as met before. */
-static PyObject *
-ForwardPath_mode_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
-{
-    ForwardPath *self = (ForwardPath *)object;
-    if (count == 3 && !is_none(self->step) && PyTuple_Check(args[1]) && PyTuple_GET_SIZE(args[1])
-        && PyTuple_GET_ITEM(args[1], 0) != Py_None) {
-        PyObject *value = PyTuple_GET_ITEM(args[1], 0);
-        PyObject *token = value == self->eager_value ? Py_NewRef(Py_None)
-                          : value == self->replayed_value ? launch_enter(object, NULL, 0) : OTHER_CASE;
-        if (token != OTHER_CASE)
-            return token;
-    }
-    return call_method(object, s_mode_exit, args, count);
-}
 
 static PyObject *
 ForwardPath_launch_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
@@ -918,16 +902,15 @@ ForwardPath_forward_exit(PyObject *object, PyObject *const *args, Py_ssize_t cou
 static PyMemberDef ForwardPath_members[] = {
     OBJECT(ForwardPath, tracker), OBJECT(ForwardPath, step), OBJECT(ForwardPath, events),
     OBJECT(ForwardPath, stream), OBJECT(ForwardPath, met_runner), OBJECT(ForwardPath, met_steps),
-    OBJECT(ForwardPath, replayed_value), OBJECT(ForwardPath, eager_value),
     SIZE(ForwardPath, runner_at), NUMBER(ForwardPath, stream_handle), NUMBER(ForwardPath, eager_text), NUMBER(ForwardPath, replayed_text),
     NUMBER(ForwardPath, device_text), NUMBER(ForwardPath, passes), NUMBER(ForwardPath, expects), NUMBER(ForwardPath, replays),
     FLAG(ForwardPath, has_begun), FLAG(ForwardPath, has_ended), FLAG(ForwardPath, has_parts),
     FLAG(ForwardPath, has_events), FLAG(ForwardPath, is_joined), END};
 static PyMethodDef ForwardPath_methods[] = {
     FAST(ForwardPath, forward_enter), FAST(ForwardPath, forward_exit), FAST(ForwardPath, launch_enter),
-    FAST(ForwardPath, launch_exit), FAST(ForwardPath, mode_exit),
+    FAST(ForwardPath, launch_exit),
     {NULL, NULL, 0, NULL}};
-COLLECTED(ForwardPath, tracker, 8)
+COLLECTED(ForwardPath, tracker, 6)
 
 /* -- for watched_call.c ------------------------------------------------------------------------------------ */
 
@@ -979,8 +962,7 @@ PyInit__decode_path(void)
                  {&s_run_exit, "_run_exit"},           {&s_process_enter, "_process_enter"},
                  {&s_process_exit, "_process_exit"},
                  {&s_forward_enter, "_enter"},         {&s_forward_exit, "_exit"},
-                 {&s_launch_enter, "_launch_enter"},   {&s_mode_exit, "_graph_mode_exit"},
-                   {&s_read_late, "read_late"}};
+                 {&s_launch_enter, "_launch_enter"},   {&s_read_late, "read_late"}};
     for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
         *names[i].place = PyUnicode_InternFromString(names[i].text);
         if (*names[i].place == NULL)
