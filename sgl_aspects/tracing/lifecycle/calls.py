@@ -18,7 +18,14 @@ from sgl_aspects.tracing.lifecycle.exchanges import Exchange, Part
 from sgl_aspects.tracing.lifecycle.process import ProcessTracker
 from sgl_aspects.tracing.options import TraceOptions, no_headers, tenant_of
 from sgl_aspects.tracing.record.recorder import Recorder
-from sgl_aspects.tracing.records import AttributeValue, RequestBegin, RequestSeen, RequestSent, SpanType
+from sgl_aspects.tracing.records import (
+    AttributeValue,
+    Latest,
+    RequestBegin,
+    RequestSeen,
+    RequestSent,
+    SpanType,
+)
 from sgl_aspects.tracing.schema import (
     ATTACHED_FLAG,
     BOOTSTRAP_ROOM,
@@ -43,8 +50,8 @@ from sgl_aspects.tracing.schema import (
     WAIT_FOR_CALLER,
 )
 
-_IDLE_NS = 60_000_000_000
-_MOST_IDLE = 1000
+# Cap on requests in the detokenizer: one that is aborted in the scheduler's queue again has no last output.
+_MOST_DETOKENIZING = 50_000
 
 
 @dataclass(eq=False)
@@ -119,8 +126,7 @@ class CallTracker:
     ) -> None:
         self.live: dict[str, Call] = {}
         #: Requests detokenized here but received elsewhere: as ``Call.detokenize``, by id.
-        self.detokenizing: dict[str, list[int]] = {}
-        self._swept_ns = 0
+        self.detokenizing: Latest[str, list[int]] = Latest(_MOST_DETOKENIZING)
         self.came_late = options.attached
         self.content = options.content
         self._tenant = options.tenant
@@ -304,30 +310,12 @@ class CallTracker:
         """Record a detokenize call for a request that another function or process received."""
         parts = self.detokenizing.get(rid)
         if parts is None:
-            if start_ns - self._swept_ns > _IDLE_NS:
-                self._sweep_detokenizing(start_ns)
             parts = self.detokenizing[rid] = [self._recorder.new_id(), start_ns, end_ns, 0, 0]
             self._recorder.write(RequestSeen(parts[0], str(rid), start_ns))
-        elif not parts[4]:  # it was idle, and the span of its calls until then is written
-            parts[1] = start_ns
         parts[2], parts[3], parts[4] = end_ns, parts[3] + busy_ns, parts[4] + 1
         if is_last:
             del self.detokenizing[rid]
             self._write_detokenized(self._recorder.new_id(), parts[0], parts)
-
-    def _sweep_detokenizing(self, now: int) -> None:
-        """Write the spans of idle requests, and forget the oldest above the limit.
-
-        A request that is aborted while it waits in the scheduler's queue again has no last output.
-        """
-        self._swept_ns = now
-        idle = [(rid, parts) for rid, parts in self.detokenizing.items() if now - parts[2] > _IDLE_NS]
-        for _, parts in idle:
-            if parts[4]:
-                self._write_detokenized(self._recorder.new_id(), parts[0], parts)
-                parts[3] = parts[4] = 0
-        for rid, _ in idle[:-_MOST_IDLE]:
-            del self.detokenizing[rid]
 
     def _write_detokenized(self, span_id: int, root: int, parts: list[int]) -> None:
         _, start_ns, end_ns, busy_ns, calls = parts
