@@ -1,4 +1,4 @@
-"""Head sampling and propagation: ``OTEL_TRACES_SAMPLER`` and ``OTEL_PROPAGATORS``.
+"""Sampling and propagation: ``OTEL_TRACES_SAMPLER`` and ``OTEL_PROPAGATORS``; tail sampling.
 
 A value that OpenTelemetry does not define is ignored with a warning, as its specification requires.
 """
@@ -9,11 +9,9 @@ import logging
 from typing import NamedTuple
 
 from sgl_aspects import env
+from sgl_aspects.tracing.records import RequestBegin, SpanEnd
 
 logger = logging.getLogger(__name__)
-
-#: Of 2**32: the share for never and for always.
-ALL = 1 << 32
 
 
 class Sampler(NamedTuple):
@@ -22,13 +20,31 @@ class Sampler(NamedTuple):
     ratio: float = 1.0
     parent_based: bool = True
 
-    @property
-    def share(self) -> int:
-        """Return the ratio as a number of 2**32."""
-        return round(self.ratio * ALL)
-
 
 PARENT_DECIDES = Sampler()
+
+
+class TailChoice(NamedTuple):
+    """Tail sampling: a request that head sampling left out is exported nonetheless if it failed or was slow.
+
+    Its spans are held until it ends. ``slower_than`` in seconds; None: no limit. A caller's own decision
+    stands (``parent_based``).
+    """
+
+    failed: bool = True
+    slower_than: float | None = None
+    parent_based: bool = True
+
+    def concerns(self, begin: RequestBegin) -> bool:
+        """Return whether the request may still be kept: sampling left it out, not its caller."""
+        if begin.sampled or (self.parent_based and begin.parent_id):
+            return False
+        return self.failed or self.slower_than is not None
+
+    def keeps(self, end: SpanEnd) -> bool:
+        if self.failed and end.error:
+            return True
+        return self.slower_than is not None and end.end_ns - end.start_ns >= self.slower_than * 1e9
 
 
 def sampler_from_environment() -> Sampler:

@@ -12,7 +12,6 @@ import pytest
 from sgl_aspects.tracing import attach, context, schema
 from sgl_aspects.tracing.collect import join
 from sgl_aspects.tracing.collect.reader import RingReader
-from sgl_aspects.tracing.collect.tail import TailChoice
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import (
@@ -24,6 +23,7 @@ from sgl_aspects.tracing.records import (
     SpanEnd,
     SpanType,
 )
+from sgl_aspects.tracing.sampling import TailChoice
 from sgl_aspects.tracing.schema import STEP
 from tests.support.joined import Joined, Writer
 from tests.support.otlp_receiver import Receiver, below

@@ -14,13 +14,12 @@ from opentelemetry.sdk.resources import Resource
 from sgl_aspects.engines import EMBEDDED
 from sgl_aspects.tracing import TraceSession, attach, context
 from sgl_aspects.tracing.collect import join
-from sgl_aspects.tracing.collect.tail import TailChoice
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.serving import CallingObserver
 from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanEnd, SpanType
-from sgl_aspects.tracing.sampling import Sampler, sampler_from_environment
+from sgl_aspects.tracing.sampling import Sampler, TailChoice, sampler_from_environment
 from sgl_aspects.tracing.schema import REQUEST
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support.collectors import kill_collector_for_good, started_again

@@ -19,7 +19,6 @@ from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.reader import RingReader as Writer
 from sgl_aspects.tracing.collect.roots import NOTED, Root, Roots
 from sgl_aspects.tracing.collect.span_builder import SpanBuilder
-from sgl_aspects.tracing.collect.tail import TailChoice
 from sgl_aspects.tracing.collect.waiting import Waiting
 from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, RootContext
 from sgl_aspects.tracing.records import (
@@ -35,6 +34,7 @@ from sgl_aspects.tracing.records import (
     SpanEnd,
     SpanType,
 )
+from sgl_aspects.tracing.sampling import TailChoice
 from sgl_aspects.tracing.schema import ADAPTERS, ATTACHED_FLAG, BOOTSTRAP_ROOM, DETACHED_FLAG
 from sgl_aspects.tracing.variables import SpanLimits
 

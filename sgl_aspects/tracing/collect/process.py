@@ -36,7 +36,6 @@ from sgl_aspects.tracing.collect.reported_metrics import CollectorMetrics
 from sgl_aspects.tracing.collect.run_reader import Deliveries, RunReader
 from sgl_aspects.tracing.collect.span_builder import engine_resource
 from sgl_aspects.tracing.collect.summary import TraceSummary
-from sgl_aspects.tracing.collect.tail import TailChoice
 from sgl_aspects.tracing.collect.token_gaps import TokenGaps
 from sgl_aspects.tracing.export.exporters import make_pipeline, make_reader
 from sgl_aspects.tracing.export.failures import quiet_exporters, report_line
@@ -44,6 +43,7 @@ from sgl_aspects.tracing.export.metrics import DECODE, STEP
 from sgl_aspects.tracing.export.pipelines import NoExporter, Pipeline, close_all
 from sgl_aspects.tracing.export.span import CollectedSpan
 from sgl_aspects.tracing.records import Record, SpanBegin, SpanEnd
+from sgl_aspects.tracing.sampling import TailChoice
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.variables import (
     SpanLimits,
