@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.export.pipelines import Pipeline, close_all
 from sgl_aspects.tracing.export.span import ReadableExporter
 from tests.support.distributions import install
-from tests.support.otlp_receiver import backend, spans_of
+from tests.support.otlp_receiver import Receiver, backend, grpc_receiver, http_receiver, spans_of
 from tests.support.processes import peak_megabytes
 from tests.support.sessions import begin, collected
 
@@ -117,6 +118,47 @@ def test_spans_with_many_links_are_sent_in_smaller_messages(monkeypatch: pytest.
     close_all([pipeline], 30)
     assert pipeline.exported == 2048
     assert max(sizes) < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (404, "Failed to export spans: {}/v1/traces answers 404 Not Found"),
+        (429, "{}/v1/traces answers 429 Too Many Requests, Retry-After: 3600"),
+    ],
+)
+def test_a_refusal_is_told_with_its_address_and_when_to_try_again(
+    status: int, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def answer(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        handler.send_response(status)
+        handler.send_header("Retry-After", "3600")
+        handler.end_headers()
+
+    with backend(answer) as endpoint:
+        with attach(endpoint=endpoint) as session:
+            begin(session, "r")()
+        assert session.summary is not None
+        assert session.summary.not_delivered == {"otlp": 1}
+        assert told.format(endpoint) in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("receiver", "protocol", "other"),
+    [(http_receiver, "grpc", "http/protobuf"), (grpc_receiver, "http/protobuf", "grpc")],
+)
+def test_a_backend_of_the_other_protocol_is_told(
+    receiver: Callable[[], AbstractContextManager[Receiver]],
+    protocol: str,
+    other: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "2")
+    with receiver() as running, attach(endpoint=running.endpoint) as session:
+        begin(session, "r")()
+    assert f"or set OTEL_EXPORTER_OTLP_PROTOCOL={other}" in capfd.readouterr().err
 
 
 def test_down_slow_and_back_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,6 +264,39 @@ def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert without_secrets("spans 1 of 2", secrets()) == "spans 1 of 2"
 
 
+_MISMATCH = (
+    'SSLError(SSLCertVerificationError(1, "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: '
+    "Hostname mismatch, certificate is not valid for 'host'. (_ssl.c:1006)\"))"
+)
+_NO_PROXY = (
+    "ProxyError('Unable to connect to proxy', NewConnectionError(\"HTTPConnection(host='there', port=1): "
+    'Failed to establish a new connection: [Errno 111] Connection refused"))'
+)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "cause", "told"),
+    [
+        ("HTTPS", _MISMATCH, "cannot be reached: Hostname mismatch, certificate is not valid for 'host' ("),
+        ("HTTP", _NO_PROXY, "the proxy there:1 cannot be reached: Connection refused ("),
+        ("HTTPS", _NO_PROXY, "there:1 cannot be reached through the proxy: Connection refused ("),
+        (
+            "HTTPS",
+            "SSLError(1, '[SSL] wrong version number (_ssl.c:1006)')",
+            "write http:// instead of https",
+        ),
+    ],
+)
+def test_a_failure_is_told_in_the_words_of_its_reason(
+    scheme: str, cause: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        f"{scheme}ConnectionPool(host='there', port=1): Max retries exceeded with url: / (Caused by {cause})"
+    )
+    FirstFailure().emit(logging.makeLogRecord({"name": "opentelemetry.x", "msg": text}))
+    assert told in capsys.readouterr().err
+
+
 def test_each_kind_of_failure_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     handler = FirstFailure()
     for number in range(50):

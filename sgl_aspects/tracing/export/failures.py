@@ -13,6 +13,15 @@ _LONGEST_LINE = 300
 _ADDRESS = re.compile(r"HTTPS?ConnectionPool\(host='([^']+)', port=(\d+)\)")
 _OBJECTS = re.compile(r"HTTPS?Connection(Pool)?\([^)]*\)|<urllib3[^>]*>")
 _REASON = re.compile(r"Caused by .*?(?:Errno -?\d+\] )?([A-Za-z][^:\"'\]]*?)(?: \(_ssl[^)]*\))?[\"']?\)")
+_CERTIFICATE = re.compile(r"certificate verify failed: (.*?)\.? \(_ssl")
+# OpenTelemetry's text about an exception, which is the reason.
+_NO_CODE = " batch code: None, reason: "
+# What a library says of an endpoint that speaks another protocol.
+_OTHERWISE = {
+    r"BadStatusLine('\x00": "gRPC: name its port for HTTP, such as 4318, or set {}=grpc",
+    "Expected SETTINGS frame": "HTTP: name its port for gRPC, such as 4317, or set {}=http/protobuf",
+    "wrong version number": "no TLS: write http:// instead of https://",
+}
 # Cap on the messages of one exporter, whose texts may vary.
 _MOST_KINDS = 5
 
@@ -44,10 +53,22 @@ class FirstFailure(logging.Handler):
 
 
 def _shortened(text: str) -> str:
-    address, reason = _ADDRESS.search(text), _REASON.search(_OBJECTS.sub("", text))
+    for sign, instead in _OTHERWISE.items():
+        if sign in text:
+            return f"the backend speaks {instead.format('OTEL_EXPORTER_OTLP_PROTOCOL')}"
+    address = _ADDRESS.search(text)
+    reason = _CERTIFICATE.search(text) or _REASON.search(_OBJECTS.sub("", text))
     if not address or not reason:
-        return text
-    return f"{address[1]}:{address[2]} cannot be reached: {reason[1]}"
+        return text.replace(_NO_CODE, ": ")
+    where = f"{address[1]}:{address[2]}"
+    if "Caused by ProxyError" in text:  # of https the address is the backend's, otherwise the proxy's
+        https = address[0].startswith("HTTPS")
+        return (
+            f"{where} cannot be reached through the proxy: {reason[1]}"
+            if https
+            else (f"the proxy {where} cannot be reached: {reason[1]}")
+        )
+    return f"{where} cannot be reached: {reason[1]}"
 
 
 def quiet_exporters() -> None:

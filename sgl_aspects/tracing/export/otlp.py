@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 # An answer is a few bytes; more than this, or a slow one, is not read.
 _LONGEST_ANSWER = 4096
 _ANSWER_SECONDS = 2.0
+_TRIED_AGAIN = (408, 429)
 _PROVIDER = "OTEL_PYTHON_EXPORTER_OTLP_{}CREDENTIAL_PROVIDER"
 
 
@@ -132,6 +133,8 @@ def _session(signal: str, rejections: Rejections) -> requests.Session | None:
             target = response.headers.get("Location", "nowhere")
             raise requests.RequestException(f"{response.status_code}, set {target} as the endpoint")
         answer = _read(response)
+        if response.status_code >= 400:
+            _refuse(response)
         if response.status_code == 200 and "json" not in response.headers.get("Content-Type", ""):
             rejections.read(answer)
 
@@ -147,6 +150,17 @@ def _session(signal: str, rejections: Rejections) -> requests.Session | None:
     session.stream = True  # the answer is read below
     session.hooks["response"].append(look)
     return session
+
+
+def _refuse(response: requests.Response) -> None:
+    """Name the address, which the exporters do not, and when to try again. Raises where that is pointless."""
+    import requests
+
+    text = f"{response.url} answers {response.status_code} {response.reason}"
+    if response.status_code < 500 and response.status_code not in _TRIED_AGAIN:
+        raise requests.RequestException(text)
+    later = response.headers.get("Retry-After")
+    logger.warning("%s", text if later is None else f"{text}, Retry-After: {later}")
 
 
 def _read(response: requests.Response) -> bytes:
