@@ -16,7 +16,7 @@ from sgl_aspects.engines.fingerprints import Change, Fingerprint, LockedHook
 from sgl_aspects.engines.source import Source
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run.process_reports import ProcessReport
-from sgl_aspects.terminal import printable
+from sgl_aspects.terminal import counted, printable
 
 _OURS = "sgl-aspects"
 _VERSION = 1
@@ -36,9 +36,10 @@ def lock(path: str, processes: Iterable[ProcessReport]) -> int:
             "there are no hooks to lock: install the plugin that has them, or name them with --from"
         )
     Path(path).write_text(
-        json.dumps({"version": _VERSION, "hooks": [asdict(hook) for hook in locked]}, indent=1)
+        json.dumps({"version": _VERSION, "hooks": [asdict(hook) for hook in locked]}, indent=1) + "\n"
     )
-    print(f"{path}: {len(locked)} hooks at {sum(len(hook.places) for hook in locked)} places")
+    places = sum(len(hook.places) for hook in locked)
+    print(f"{path}: {counted(len(locked), 'hook')} at {counted(places, 'place')}")
     for hook in locked:
         if not hook.places:
             print(f"not found in the installed version: {hook.target}  <- {hook.hook}")

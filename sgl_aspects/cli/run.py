@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_trace_arguments(parser: argparse.ArgumentParser, level: str) -> None:
     """Add the flags for what is traced, by default at ``level``, and the exporters of a new run."""
-    levels = "0 off, 1 request, 2 + scheduler, 3 + forward"
+    levels = "0 off, 1 request, 2 + scheduler, 3 + forward, 4 + layers"
     parser.add_argument("--level", help=f"trace level: {levels} (default: {level})")
     parser.add_argument("--endpoint", metavar="URL", help="OTLP endpoint, such as http://localhost:4318")
     parser.add_argument("--file", metavar="PATH", help="write the traces to this OTLP-JSON file")

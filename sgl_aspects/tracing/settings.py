@@ -371,7 +371,8 @@ def _require(package: str, what: str) -> None:
     missing = [name for name in modules if not _is_installed(name)]
     if missing:
         raise ConfigError(
-            f"{what} needs packages that are not installed ({', '.join(missing)}): {hint(distribution)}"
+            f"{what} needs packages that are not installed ({', '.join(missing)}): {hint(distribution)}; "
+            "level 0 runs hooks without tracing"
         )
 
 

@@ -13,7 +13,7 @@ from sgl_aspects.errors import AspectsError, HookError
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State, innermost_first
 from sgl_aspects.weaving.joinpoints import JoinPoint
 from sgl_aspects.weaving.machine import Weaver
-from sgl_aspects.weaving.modules import detail_of, why_not_importable
+from sgl_aspects.weaving.modules import detail_of, why_absent, why_not_importable
 from sgl_aspects.weaving.rebinding import Stale
 from sgl_aspects.weaving.targets import Target
 
@@ -407,7 +407,7 @@ def explain(target: str) -> str:
         # Compared as text: such a hook has no join point.
         if not advice.points and not set(_dotted(advice.target)).isdisjoint(_dotted(parsed))
     ]
-    fault = why_not_importable(parsed)
+    fault = why_not_importable(parsed) or why_absent(parsed)
     return "\n".join(lines) or f"{target}: no hooks" + (f" ({fault})" if fault else "")
 
 

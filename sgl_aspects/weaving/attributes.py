@@ -227,23 +227,26 @@ def _is_absent_for_good(alternate: Alternate, name: str, module: Any) -> bool:
         return False
     if alternate.module is not None:
         return True
-    search_path = namespace(module).get("__path__")
-    if search_path is None:
-        return True
     following = f"{name}.{alternate.path[name.count('.') + 1]}"
-    if following in sys.modules:
-        return False  # a longer reading of the target is tried on its own
+    # Another module that the target goes on in is looked into on its own.
+    return following == alternate.text or not _is_submodule(following, module)
+
+
+def _is_submodule(name: str, package: Any) -> bool:
+    """Return whether ``package`` has a module of this name, loaded or not."""
+    search_path = namespace(package).get("__path__")
     # importlib.util.find_spec() might import parent packages.
-    return PathFinder.find_spec(following, search_path) is None
+    return search_path is not None and (
+        name in sys.modules or PathFinder.find_spec(name, search_path) is not None
+    )
 
 
 def _absence(path: tuple[str, ...], name: str, module: Any) -> str:
     """Describe the missing attribute, with similar names in ``module``."""
     names = [key for key in namespace(module) if not key.startswith("__")]
     owner = current(module, path[0])
-    inner = owner if is_module(owner) else sys.modules.get(f"{name}.{path[0]}")
-    if inner is not None:
-        within = namespace(inner).get("__name__")
+    within = namespace(owner).get("__name__") if is_module(owner) else f"{name}.{path[0]}"
+    if is_module(owner) or _is_submodule(f"{name}.{path[0]}", module):
         return f"{within} is a module: write '{within}:{'.'.join(path[1:]) or 'name'}'"
     close = similar(path[0], names)
     if path[0] in names:

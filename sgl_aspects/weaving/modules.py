@@ -22,11 +22,13 @@ from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import (
     MISSING,
     OwnDict,
+    Presence,
     bases,
     class_module,
     find,
     is_class,
     namespace,
+    resolve,
     similar,
     with_nested,
 )
@@ -175,6 +177,14 @@ def why_not_importable(target: Target) -> str:
         fixed = name.partition("*")[0].rpartition(".")[0] if alternate.has_module_pattern else name
         faults.append(_fault_of(fixed, tuple(sys.path)) if fixed else "")
     return "" if "" in faults else "; ".join(dict.fromkeys(faults))
+
+
+def why_absent(target: Target) -> str:
+    """Return what the loaded modules that ``target`` names lack; "" if one has it, or may."""
+    modules = list(loaded(target, ()))
+    found = [resolve(one, name, module) for one in target.alternates for name, module in modules]
+    absent = [one.detail for one in found if one is not None and one.presence is Presence.ABSENT]
+    return "; ".join(absent) if len(absent) == len(target.alternates) else ""
 
 
 def detail_of(advice: Advice) -> str:

@@ -51,6 +51,11 @@ def test_every_command_of_the_table_is_listed() -> None:
         assert one.help in " ".join(printed.split())
 
 
+@pytest.mark.parametrize("name", ["run", "attach", "control"])
+def test_the_help_names_every_level(name: str) -> None:
+    assert "2 + scheduler, 3 + forward, 4 + layers" in " ".join(output_of(command(name, "--help")).split())
+
+
 def test_help_and_version_load_neither_torch_nor_opentelemetry() -> None:
     code = """
 import sys

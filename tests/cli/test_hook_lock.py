@@ -68,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     modules = {"market/__init__.py": "", "market/shop.py": SECOND, "market/store.py": STORE}
     wheel(folder, "market-2.0-py3-none-any.whl", modules)
     assert output_of(hooks(folder, "lock")) == "hooks.lock: 11 hooks at 11 places\n"
+    assert (folder / "hooks.lock").read_text().endswith("}\n")
     return folder
 
 

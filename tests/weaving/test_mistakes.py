@@ -38,6 +38,24 @@ def test_a_module_that_cannot_exist_is_named(target: str, words: str) -> None:
     assert words in aspects.report().hooks[0].detail
 
 
+def test_explain_names_what_a_loaded_module_lacks() -> None:
+    told = aspects.explain("json.decoder:JSONDecoder.decod")
+    assert "no hooks (module json.decoder is loaded and has no JSONDecoder.decod; close names:" in told
+    assert aspects.explain("json.decod:f | json.decoder:JSONDecoder.decode").endswith(": no hooks")
+
+
+@pytest.mark.parametrize("begin", ["import json.tool\n", ""])
+def test_a_target_that_is_a_module_says_so(begin: str) -> None:
+    program = f"""{begin}import sgl_aspects as a
+a.weave(a.around("json.tool")(lambda original_fn, *args: None))
+import json.tool
+print(a.report())
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "(json.tool is a module: write 'json.tool:name')" in done.stdout
+    assert "is not woven: json.tool is a module: write 'json.tool:name'" in done.stderr
+
+
 @pytest.mark.parametrize("file", ["beside_a.py", "beside_b/__init__.py"])
 def test_a_module_in_a_folder_that_python_does_not_look_into_is_found(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
