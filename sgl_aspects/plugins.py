@@ -216,6 +216,14 @@ def _package(qualified_name: str) -> str:
     return qualified_name.partition(":")[0].partition(".")[0]
 
 
+def _note_failure(source: HookSource, error: BaseException) -> None:
+    import traceback
+
+    from sgl_aspects.run import process_reports
+
+    process_reports.failed_plugins[str(source)] = traceback.format_exception_only(error)[-1].strip()
+
+
 def _run(plugin: EntryPoint, distribution: str | None) -> None:
     source = HookSource(plugin.name, distribution)
     token = current_source.set(source)
@@ -226,8 +234,10 @@ def _run(plugin: EntryPoint, distribution: str | None) -> None:
     except ConfigError as error:
         # The user needs the setting's name, not a traceback to where it is read.
         logger.error("plugin %s failed; the others go on: %s", source, error)
-    except BaseException:  # of asyncio, a test runner, or sys.exit: does not end the process
+        _note_failure(source, error)
+    except BaseException as error:  # of asyncio, a test runner, or sys.exit: does not end the process
         logger.exception("plugin %s failed; the others go on", source)
+        _note_failure(source, error)
     else:
         if distribution == _DISTRIBUTION and callable(finish):
             _afterwards.append(finish)

@@ -80,6 +80,10 @@ def diagnose(processes: Iterable[ProcessReport]) -> Iterator[Finding]:
     Of the tracing's own hooks only those that failed: an engine's version or use may have no place for one.
     """
     processes = list(processes)
+    failed = [pair for process in processes for pair in process.failed_plugins.items()]
+    for name, why in dict.fromkeys(failed):
+        count = counted(failed.count((name, why)), "process")
+        yield Finding("error", f"plugin {name} failed in {count}", why, "correct it: its hooks are missing")
     own, ours, _ = sorted_hooks(hook for process in processes for hook in process.report.hooks)
     hooks: dict[tuple[str, str], list[HookReport]] = {}
     for hook in own + [each for each in ours if each.errors or each.state is State.FAILED]:

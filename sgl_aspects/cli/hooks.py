@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from sgl_aspects.run.process_reports import ProcessReport, read_all
+from sgl_aspects.run.process_reports import ProcessReport, failed_plugins, read_all
 from sgl_aspects.terminal import counted, printable
 from sgl_aspects.weaving import HookReport, State
 
@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         own, ours, absent = sorted_hooks(process.report.hooks)
         shown = process.report._replace(hooks=tuple(own))
         lines = printable(str(shown)).splitlines() if any(shown) or not ours else []
+        lines += [printable(f"plugin {name} failed: {why}") for name, why in process.failed_plugins.items()]
         for line in (*lines, *([called(ours)] if ours else []), *([absent] if absent else [])):
             print(f"  {line}")
     return 0
@@ -107,4 +108,4 @@ def reports(folder: str | None) -> Iterable[ProcessReport]:
     from sgl_aspects.weaving import report
 
     load_plugins()
-    return [ProcessReport(os.getpid(), " ".join(sys.orig_argv), True, report())]
+    return [ProcessReport(os.getpid(), " ".join(sys.orig_argv), True, report(), failed_plugins)]

@@ -43,8 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     written = write_package(name, folder)
     for file in written:
         print(f"wrote {file}")
+    here = folder if folder.is_absolute() else os.path.join(os.curdir, folder)  # a bare name is the index's
     print(
-        f"\npip install {folder}\nsgl-aspects platforms\nsgl-aspects conformance --platform {name}\n"
+        f"\npip install {here}\nsgl-aspects platforms\nsgl-aspects conformance --platform {name}\n"
         f"python -m pytest {folder / 'tests'}"
     )
     return 0

@@ -35,6 +35,8 @@ VARIABLE = "SGL_ASPECTS_REPORT"
 SUFFIX = ".hooks.json"
 _ANSWER_SECONDS = 20.0
 _writer: _Writer | None = None
+#: The plugins that failed in this process, each with its error.
+failed_plugins: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,14 @@ class ProcessReport:
     """The report of one process.
 
     :param ended: it was written when the process ended; otherwise when its hooks were set up, or when asked.
+    :param failed_plugins: each with its error.
     """
 
     process_id: int
     command: str
     ended: bool
     report: Report
+    failed_plugins: Mapping[str, str]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of the report's file."""
@@ -115,7 +119,7 @@ class _Writer:
     def _write(self, *, ended: bool) -> None:
         # Without options, which may be secrets.
         command = " ".join(itertools.takewhile(lambda word: not word.startswith("--"), sys.orig_argv))
-        found = ProcessReport(os.getpid(), command, ended, current_report())
+        found = ProcessReport(os.getpid(), command, ended, current_report(), failed_plugins)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_private(self._path, json.dumps(found.as_dict(), default=str).encode())
@@ -157,6 +161,7 @@ def _decoded(values: dict[str, Any]) -> ProcessReport:
         values["command"],
         values["ended"],
         Report(hooks, stale, tuple(report["displaced"])),
+        dict(values.get("failed_plugins", {})),
     )
 
 

@@ -245,3 +245,8 @@ def test_platforms_shows_a_vendors_class_that_declares_less(
 def test_positive_integer_names_valid_values(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="whole number from 1"):
         positive_integer(text)
+
+
+def test_a_new_platform_is_installed_from_its_folder_and_not_from_an_index(tmp_path: Path) -> None:
+    printed = output_of(command("new-platform", "acme", cwd=tmp_path))
+    assert "\npip install ./acme-platform\n" in printed

@@ -113,6 +113,24 @@ def test_doctor_names_what_is_wrong_and_what_to_do(folder: Path) -> None:
     assert "is a class" in findings["victim:Number"]["why"]
 
 
+def test_a_plugin_that_failed_is_a_finding_and_shown_with_the_hooks(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text("def activate(): raise KeyError('in the plugin')")
+    install(tmp_path, "failing", "[sgl_aspects.plugins]\nbad = failing:activate\n")
+    run = ("run", "--level", "0", "--report", "reports", "--", sys.executable, "-c", "pass")
+    for _ in range(2):
+        output_of(command(*run, cwd=tmp_path, PYTHONPATH=str(tmp_path)))
+    for origin in ((), ("--from", "reports")):
+        where = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path)}
+        assert (
+            "plugin bad (failing) failed: KeyError: 'in the plugin'"
+            in command("hooks", *origin, **where).stdout
+        )
+        found = command("doctor", *origin, **where)
+        assert found.returncode == 1
+        count = "2 processes" if origin else "1 process"
+        assert f"error: plugin bad (failing) failed in {count}\n  KeyError: 'in the plugin'\n" in found.stdout
+
+
 def test_a_class_that_replaces_another_one_is_not_said_to_be_idle() -> None:
     class Faster: ...
 
@@ -120,7 +138,7 @@ def test_a_class_that_replaces_another_one_is_not_said_to_be_idle() -> None:
         hook = advice("engine:Engine", HookType.REPLACE, Faster)
         with aspects.woven(hook):
             assert isinstance(engine.Engine(), Faster)
-            assert list(diagnose([ProcessReport(1, "serve", True, aspects.report())])) == []
+            assert list(diagnose([ProcessReport(1, "serve", True, aspects.report(), {})])) == []
 
 
 def test_doctor_speaks_to_people_too(folder: Path) -> None:
