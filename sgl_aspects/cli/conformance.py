@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.util
 import json
 import os
@@ -53,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status 1 where a check failed."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # a kernel that crashes is named
     if arguments.platform is not None:
         # Through the variable, so that the processes that checks start choose the same.
         os.environ["SGLANG_PLATFORM"] = arguments.platform

@@ -122,6 +122,10 @@ def run_check(check: Check, bench: Bench | None) -> Result:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  # SystemExit, too: reported as the check's result
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(line.filename).name}:{line.lineno}"
-        return result("failed", f"{type(error).__name__}: {error} ({where})", check.write, check.expects)
+        return result("failed", described(error), check.write, check.expects)
+
+
+def described(error: BaseException) -> str:
+    """Return the error, with the line that raised it."""
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(line.filename).name}:{line.lineno})"

@@ -87,17 +87,24 @@ def run_checks(checks: Iterable[Check], *, reference: str = "float64") -> Iterat
     with tempfile.TemporaryDirectory(prefix="sgl-aspects-conformance-") as folder:
         made: list[Bench] = []
 
-        def set_up(_: Bench | None) -> str:
+        def register(_: Bench | None) -> str:
             platform.init_backend()
+            return "registered"
+
+        def set_up(_: Bench | None) -> str:
             device = platform.get_device(0)
             platform.set_device(device)
             made.append(Bench(platform, device, Path(folder), reference))
             return str(device)
 
-        result = run_check(Check("setup.device", "get_device", "a device that can be used", set_up), None)
-        if not made:
-            yield result
-            return
+        for first in (
+            Check("setup.backend", "init_backend", "a backend that is initialized", register),
+            Check("setup.device", "get_device", "a device that can be used", set_up),
+        ):
+            result = run_check(first, None)
+            if result.status == "failed":
+                yield result
+                return
         for check in checks:
             yield run_check(check, made[0])
 

@@ -9,6 +9,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from sgl_aspects.cli.main import main
 from sgl_aspects.conformance import GROUPS, Result, run_checks, selected_checks
 from sgl_aspects.conformance.operators import random_tensor
 from sgl_aspects.conformance.tiny_model import right_tokens, write_tiny_model
-from sgl_aspects.errors import ConfigError
+from sgl_aspects.errors import ConfigError, UnsupportedCallError
 from sgl_aspects.platforms import SRTPlatform, set_current_platform
 from sgl_aspects.platforms.cpu import CpuPlatform
-from tests.support.broken_platforms import FAULTS, POOL_FAULTS
+from sgl_aspects.runtime.ops import Operator, SiluAndMul
+from tests.support.broken_platforms import FAULTS, POOL_FAULTS, Broken
 from tests.support.broken_runners import HearsNoTensors, ScattersNothing
 
 pytestmark = pytest.mark.slow
@@ -67,6 +69,62 @@ def test_each_fault_is_found_by_its_check(make: type[LoopbackPlatform]) -> None:
         assert found[name].write, "says which method to write"
         assert found[name].expected, "says what was expected"
         assert found[name].detail, "says what was found"
+
+
+def refuses(x: torch.Tensor) -> torch.Tensor:
+    raise UnsupportedCallError("not such tensors")
+
+
+class BrokenActivation(Broken):
+    """Its activation is one of the broken ones below, by name."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self._key = f"activation_{fault}"
+        self._fault: Any = {
+            "raises": lambda x: x.no_such_kernel(),
+            "shape": lambda x: x[..., :7],
+            "numbers": lambda x: x.chunk(2, dim=-1)[0] * float("nan"),
+            "nothing": lambda x: None,
+            "pair": lambda x: (x.chunk(2, dim=-1)[0], None),
+            "refuses": refuses,
+            "arguments": lambda gate, up: gate * up,
+        }[fault]
+
+    def init_backend(self) -> None:
+        Operator.register_oot_forward(SiluAndMul, self._fault, self._key)
+
+    def get_dispatch_key_name(self) -> str:
+        return self._key
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("raises", "AttributeError: 'Tensor' object has no attribute 'no_such_kernel' ("),
+        ("shape", "[1, 7]"),
+        ("numbers", "48 others"),
+        ("nothing", "NoneType"),
+        ("pair", "Tensor, NoneType"),
+    ],
+)
+def test_of_an_operator_it_is_said_what_is_wrong(fault: str, found: str) -> None:
+    (result,) = results(BrokenActivation(fault), ["operators.silu_and_mul"]).values()
+    assert (result.status, result.write) == ("failed", f"oot.activation_{fault}.silu_and_mul")
+    assert result.detail.startswith(found)
+
+
+def test_an_operator_that_refuses_calls_is_not_said_to_have_served_them() -> None:
+    (result,) = results(BrokenActivation("refuses"), ["operators.silu_and_mul"]).values()
+    assert result.status == "passed"
+    told = "oot.activation_refuses.silu_and_mul, which refused calls that another served, error at most"
+    assert result.detail.startswith(told)
+
+
+def test_kernels_that_cannot_be_registered_are_a_fault_of_their_own() -> None:
+    (result,) = results(BrokenActivation("arguments"), HERE).values()
+    assert (result.name, result.status, result.write) == ("setup.backend", "failed", "init_backend")
+    assert "operator silu_and_mul is called with (x: 'Tensor')" in result.detail
 
 
 @pytest.mark.parametrize("make", POOL_FAULTS, ids=lambda make: make.__name__)
