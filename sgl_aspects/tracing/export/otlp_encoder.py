@@ -77,37 +77,23 @@ class _Values(Latest[Any, bytes]):
         super().__init__(_MOST_KEPT)
         self._key = _field(b"\x0a", key.encode())
 
-    def __missing__(self, value: Any) -> bytes:
+    def encode(self, value: Any) -> bytes:
+        """Encode without the cache: texts that seldom repeat, lists and any other type."""
         if value is None:
             return b""
-        encoded = _field(b"\x4a", self._key + _field(b"\x12", _value(encodable(value))))
+        return _field(b"\x4a", self._key + _field(b"\x12", _value(encodable(value))))
+
+    def __missing__(self, value: Any) -> bytes:
+        encoded = self.encode(value)
         if len(encoded) <= _LONGEST_KEPT:
             self[value] = encoded
         return encoded
 
 
-def _values(key: str) -> _Encoder:
-    return _Values(key).__getitem__
-
-
 def _doubles(key: str) -> _Encoder:
-    """Like :func:`_values`, without a cache, for numbers that seldom repeat."""
-    start = _Values(key)[0.0][:-8]
+    """Return an encoder of numbers, which seldom repeat."""
+    start = _Values(key).encode(0.0)[:-8]
     return lambda value: b"" if value is None else start + _DOUBLE(value)
-
-
-def _others(key: str) -> _Encoder:
-    """Like :func:`_values`, without a cache, for texts that seldom repeat, lists and any other type."""
-    start = _field(b"\x0a", key.encode())
-    return lambda value: (
-        b"" if value is None else _field(b"\x4a", start + _field(b"\x12", _value(encodable(value))))
-    )
-
-
-_OF_TYPE: dict[type, Callable[[str], _Encoder]] = {
-    **dict.fromkeys((str, int, bool), _values),
-    float: _doubles,
-}
 
 
 class _Attributes(Latest[tuple[str, type], _Encoder]):
@@ -115,8 +101,11 @@ class _Attributes(Latest[tuple[str, type], _Encoder]):
 
     def __missing__(self, key_and_type: tuple[str, type]) -> _Encoder:
         key, kind = key_and_type
-        make = _others if key in _IDS else _OF_TYPE.get(kind, _others)
-        self[key_and_type] = found = make(key)
+        if key not in _IDS and kind in (str, int, bool):
+            found: _Encoder = _Values(key).__getitem__
+        else:
+            found = _doubles(key) if kind is float else _Values(key).encode
+        self[key_and_type] = found
         return found
 
 
