@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from sgl_aspects.run import keeper
 from sgl_aspects.tracing.collect.process import Collector
 from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.export import pipelines
-from sgl_aspects.tracing.export.pipelines import Pipeline, ThreadClock, close_all
+from sgl_aspects.tracing.export.pipelines import Idleness, Pipeline, close_all
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support import workers
 from tests.support.processes import wait_until
@@ -52,13 +53,19 @@ def compute_starved(processor: int, seconds: float) -> None:
         hashlib.sha256(data)  # without the interpreter's lock
 
 
+def pipeline_of(thread: threading.Thread) -> Any:
+    """One whose exporter works in this thread, and has taken nothing yet."""
+    return SimpleNamespace(worker=thread, done=0)
+
+
 def test_waiting_for_a_processor_does_not_count(busy_processor: int) -> None:
     thread = threading.Thread(target=compute_starved, args=(busy_processor, 0.1))
     begun = time.monotonic()
     thread.start()
-    clock, counted = ThreadClock(thread), 0.0
+    idle, counted = Idleness(pipeline_of(thread)), 0.0
     while thread.is_alive():
-        counted += clock.take()
+        seconds = idle.seconds()
+        counted = seconds if thread.is_alive() else counted
         time.sleep(0.005)
     assert counted < (time.monotonic() - begun) / 2
 
@@ -67,10 +74,8 @@ def test_sleeping_counts() -> None:
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
-    clock, counted = ThreadClock(thread), 0.0
-    while counted < 0.2:
-        time.sleep(0.005)
-        counted += clock.take()
+    idle = Idleness(pipeline_of(thread))
+    wait_until(lambda: idle.seconds() >= 0.2)
     end.set()
     thread.join()
 

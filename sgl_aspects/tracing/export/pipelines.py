@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,39 +26,6 @@ _ROOM_SECONDS = 0.01
 _MOST_LINKS = 16_384
 # Seconds after which the processes that wait for the end of a run log the reason.
 _SILENT_SECONDS = 1.0
-# Seconds counted at most between two calls of ``take``: the calling thread may have had no processor either.
-_LONGEST_SECONDS = 0.05
-
-
-class ThreadClock:
-    """Counts the seconds in which a thread ran or slept, not those in which it waited for a processor.
-
-    It distinguishes an exporter that hangs from one that gets no processor.
-
-    Without Linux's ``/proc`` all seconds count.
-    """
-
-    def __init__(self, thread: threading.Thread) -> None:
-        self._path = f"/proc/self/task/{thread.native_id}/stat"
-        self._moment = time.monotonic()
-        _, self._ran = self._look()
-
-    def take(self) -> float:
-        """Return the seconds since the last call; to be called often."""
-        now = time.monotonic()
-        is_runnable, ran = self._look()
-        counted = ran - self._ran if is_runnable else min(now - self._moment, _LONGEST_SECONDS)
-        self._moment, self._ran = now, ran
-        return counted
-
-    def _look(self) -> tuple[bool, float]:
-        """Return whether the thread runs or waits for a processor, and the seconds for which it ran."""
-        try:
-            with open(self._path, "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # not Linux, or the thread has ended
-            return False, 0.0
-        return fields[0] == b"R", (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class NoExporter(SpanExporter):
@@ -189,18 +155,29 @@ class Pipeline:
 
 
 class Idleness:
-    """Seconds in which an exporter's thread ran or slept without taking spans, since it took some."""
+    """Seconds in which an exporter's thread ran or slept without taking spans, since it took some.
+
+    Those in which it waited for a processor do not count: it does not hang. Without Linux's ``/proc`` all do.
+    """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline, self._done, self._seconds = pipeline, pipeline.done, 0.0
-        self._clock = ThreadClock(pipeline.worker)
+        self._pipeline, self._done = pipeline, pipeline.done
+        self._waits = f"/proc/self/task/{pipeline.worker.native_id}/schedstat"
+        self._since = self._now()
 
     def seconds(self) -> float:
-        """Return them; to be called often."""
-        past, done = self._clock.take(), self._pipeline.done
-        self._seconds = self._seconds + past if done == self._done else 0.0
-        self._done = done
-        return self._seconds
+        """Return them."""
+        if self._pipeline.done != self._done:
+            self._done, self._since = self._pipeline.done, self._now()
+        return self._now() - self._since
+
+    def _now(self) -> float:
+        """Return the time, less what the thread has waited for a processor so far."""
+        try:
+            with open(self._waits, "rb") as file:
+                return time.monotonic() - int(file.read().split()[1]) / 1e9
+        except OSError:  # not Linux, or the thread has ended
+            return time.monotonic()
 
 
 def close_all(pipelines: Sequence[Pipeline], seconds: float) -> None:
