@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import stat
+import struct
 import tempfile
 from pathlib import Path
 
 _SMALL = 4096
+_FLOCK = struct.Struct("hhqqi4x")
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -70,6 +73,16 @@ def read_small(path: Path) -> bytes:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a file", str(path))
         return file.read(_SMALL)
+
+
+def lock_holder(descriptor: int, byte: int = 0) -> int | None:
+    """Return the id of a process that has locked this byte with ``fcntl.lockf``; None if no other has.
+
+    :raises OSError: a system or a file system that does not tell.
+    """
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, _, _, _, process_id = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK else int(process_id)
 
 
 class OwnDescriptor:

@@ -8,27 +8,24 @@ import os
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from sgl_aspects import isolated
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.files import OwnDescriptor, unfollowed, write_private
+from sgl_aspects.files import OwnDescriptor, lock_holder, unfollowed, write_private
 from sgl_aspects.run.folder import CLOSING, REMOVABLE
 
-# Holds the id of the run's collector, which locks byte 0 while it lives, and byte 1 before it writes the id.
+# Locked by the run's collector while it lives.
 _LOCK = "collector.lock"
-_IS_ALIVE, _WRITES = 0, 1
-_ID_BYTES = 20
 
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
 _RESTARTED = "collector.restarted"
 
 
 class CollectorState(NamedTuple):
-    """The state of a run's collector: its latest process, whether it is alive, whether one was killed."""
+    """The state of a run's collector: its process while it is alive, and whether one was killed."""
 
     process_id: int
     is_alive: bool
@@ -44,16 +41,10 @@ def collector_state(folder: str | Path) -> CollectorState | None:
     """Read the state; None if the run has not had a collector."""
     try:
         with open(Path(folder, _LOCK), "rb", buffering=0, opener=unfollowed) as lock:
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _IS_ALIVE)
-                is_alive = False
-            except OSError:
-                is_alive = True
-            # After the lock, so that the id of one that is alive is its own.
-            process_id = int(lock.read(_ID_BYTES) or b"0")
-    except (OSError, ValueError):  # in another user's folder it may be anything
+            holder = lock_holder(lock.fileno())
+    except OSError:  # in another user's folder it may be anything
         return None
-    return CollectorState(process_id, is_alive, Path(folder, _RESTARTED).exists())
+    return CollectorState(holder or 0, holder is not None, Path(folder, _RESTARTED).exists())
 
 
 def take_run(folder: str) -> bool:
@@ -67,24 +58,10 @@ def take_run(folder: str) -> bool:
         if (owner := os.stat(folder).st_uid) != os.geteuid():
             raise ConfigError(f"{folder}: the run is user {owner}'s: start its collector as that user")
         descriptor = unfollowed(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        _lock(descriptor, _WRITES)
-        os.pwrite(descriptor, b"%-*d" % (_ID_BYTES, os.getpid()), 0)
-        _lock(descriptor, _IS_ALIVE)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
     except OSError as error:
         raise ConfigError(f"{folder}: there is no such run, or it has a collector ({error})") from error
     return is_restarted
-
-
-def _lock(descriptor: int, byte: int) -> None:
-    """Lock the byte, in three tries: a process that reads the collector's state holds the lock briefly."""
-    for is_last in (False, False, True):
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-            return
-        except OSError:
-            if is_last:
-                raise
-            time.sleep(0.02)
 
 
 def how_to_start(folder: str | Path) -> str:
@@ -143,7 +120,7 @@ class CollectorProcess:
     def process_id(self) -> int:
         """Return the id of the running collector: one that is killed is restarted once."""
         state = collector_state(self._folder)
-        return state.process_id if state is not None and state.was_restarted else self._process_id
+        return state.process_id if state is not None and state.is_alive else self._process_id
 
     @property
     def has_ended(self) -> bool:

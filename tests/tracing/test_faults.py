@@ -86,7 +86,7 @@ def spans(folder: Path) -> dict[str, Span]:
 def collector_of(server: Server) -> int:
     for folder in runs():
         state = collector_state(folder)
-        if state is not None and list(Path(folder).glob(f"{server.process.pid}-*.ring")):
+        if state is not None and state.is_alive and list(Path(folder).glob(f"{server.process.pid}-*.ring")):
             return state.process_id
     raise AssertionError("the server has no collector")
 

@@ -7,15 +7,13 @@ import errno
 import fcntl
 import os
 import stat
-import struct
 from collections.abc import Iterator
 
-from sgl_aspects.files import private
+from sgl_aspects.files import lock_holder, private
 
 _PIECE = 1 << 16
 # The byte, after any content, on which each process that writes to the file has a shared lock.
 _WRITERS = 1 << 62
-_FLOCK = struct.Struct("hhqqi4x")
 
 
 class SharedFile:
@@ -49,12 +47,11 @@ class SharedFile:
                 self._cut_off(size)
 
     def _require_no_writer(self) -> None:
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _WRITERS, 1, 0)
         try:
-            kind, _, _, _, process_id = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
+            process_id = lock_holder(self._descriptor, _WRITERS)
         except OSError:
             return  # a file system without locks
-        if kind != fcntl.F_UNLCK:
+        if process_id is not None:
             what = f"process {process_id} of another run writes to it; name another file, or end that run"
             raise OSError(errno.EBUSY, what)
 
