@@ -79,7 +79,7 @@ class Run:
     @classmethod
     def make(cls) -> Run:
         """Begin a run, guarded from here on: it also ends if this process is killed."""
-        run = cls(Path(make_run_folder()))
+        run = cls(Path(make_run_folder(package.BYTES)))
         begin_weaving(run.folder)
         (run.folder / FOLDER).mkdir(mode=0o700)
         run._start_guard()
@@ -210,6 +210,8 @@ class Run:
             return Answer(process, {"error": f"{what} has ended"})
         except PermissionError as error:
             return Answer(process, {"error": str(explained(process.id, error))})
+        except OSError as error:  # a full disk
+            return Answer(process, {"error": str(error)})
 
     def _begin(
         self, process: Process, operation: str, environment: Mapping[str, str]

@@ -7,6 +7,7 @@ is loaded.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -21,10 +22,13 @@ from sgl_aspects.attach.process_tree import Process, read_process
 from sgl_aspects.attach.rights import explained
 from sgl_aspects.errors import AttachError
 
-_LEFT_OUT = ("platforms", "runtime", "cli", "conformance", "view", "__pycache__")
+#: What a copy takes, generously, with room for a ring.
+BYTES = 12 << 20
+_LEFT_OUT = ("platforms", "runtime", "cli", "conformance", "view", "__pycache__", "*.so", "*.c", "*.h")
 _MODULES = ("sgl_aspects.attach.agent",)
 _INTERPRETER = "interpreter.json"
 _COMPILE_SECONDS = 60
+_FULL = 64 << 10  # bytes that are free on a full disk
 
 # Compiles and imports the modules: an error is reported before the process is touched.
 _PREPARE = """
@@ -82,10 +86,14 @@ def interpreter_of(process: Process) -> str:
 def bring(executable: str, folder: Path) -> Interpreter:
     """Copy and compile the modules for a process of ``executable`` into ``folder``, which is created."""
     folder.mkdir(parents=True)
-    root = Path(sgl_aspects.__file__).parent
-    shutil.copytree(root, folder / "sgl_aspects", ignore=shutil.ignore_patterns(*_LEFT_OUT))
-    for name, source in _others():
-        shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    left_out = shutil.ignore_patterns(*_LEFT_OUT)
+    try:
+        for name, source in (("sgl_aspects", Path(sgl_aspects.__file__).parent), *_others()):
+            shutil.copytree(source, folder / name, ignore=left_out)
+    except OSError as error:
+        # shutil's own has a text for each file.
+        reason = error.strerror or str(error.args[0][0][2]).partition(":")[0]
+        raise _no_room(folder, reason) from error
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SGL"))
     }
@@ -103,13 +111,26 @@ def bring(executable: str, folder: Path) -> Interpreter:
             f"the interpreter {executable} cannot be run to prepare modules for it: {error}"
         ) from error
     if done.returncode:
+        system = os.statvfs(folder)
+        if system.f_bavail * system.f_frsize < _FULL:  # Python takes a file that was cut off for written
+            raise _no_room(folder, os.strerror(errno.ENOSPC))
         last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
         raise AttachError(
             f"the modules for the process do not work with the interpreter {executable}: {last[0]}; "
             "Python 3.10 or newer is needed"
         )
-    (folder / _INTERPRETER).write_text(json.dumps({**json.loads(done.stdout), "executable": executable}))
+    try:
+        (folder / _INTERPRETER).write_text(json.dumps({**json.loads(done.stdout), "executable": executable}))
+    except OSError as error:
+        raise _no_room(folder, str(error)) from error
     return _read(folder)
+
+
+def _no_room(folder: Path, reason: str) -> AttachError:
+    return AttachError(
+        f"the modules for the process, {BYTES >> 20} MiB with its records, cannot be written to {folder} "
+        f"({reason}): make room there, or set TMPDIR to a folder that has it"
+    )
 
 
 def known(executable: str, parent: Path) -> Interpreter:

@@ -35,15 +35,15 @@ _LONGEST_COMMAND = 100
 _UNITS = {"days": 86400, "h": 3600, "min": 60, "s": 1}
 
 
-def make_run_folder() -> str:
-    """Make a folder that only this user may enter: in memory if available, with room.
+def make_run_folder(least_bytes: int = _LEAST_BYTES) -> str:
+    """Make a folder that only this user may enter: in memory if available, with room for so much.
 
     Raises ``ConfigError`` if there is no place for it.
     """
     for parent in ("/dev/shm", env.runtime_folder()):
         if parent and os.access(parent, os.W_OK | os.X_OK):
             with contextlib.suppress(OSError):
-                if _has_room(parent):
+                if _has_room(parent, least_bytes):
                     return _make_in(parent)
     try:
         return _make_in(None)
@@ -64,11 +64,11 @@ def _make_in(parent: str | None) -> str:
     return folder
 
 
-def _has_room(folder: str) -> bool:
-    """Return whether the rings of some processes fit; a file system without quotas reports 0 for all."""
+def _has_room(folder: str, least_bytes: int) -> bool:
+    """Return whether that and the rings of some processes fit; one without quotas reports 0 files for all."""
     system = os.statvfs(folder)
     has_files = not system.f_files or system.f_favail >= _LEAST_FILES
-    return has_files and system.f_bavail * system.f_frsize >= _LEAST_BYTES
+    return has_files and system.f_bavail * system.f_frsize >= least_bytes
 
 
 def remove_run_folder(folder: str) -> None:

@@ -7,11 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from sgl_aspects.attach.operation import Run
 from sgl_aspects.attach.process_tree import Process, engine_of, engine_tree, read_process
 from sgl_aspects.attach.ptrace import stopped
 from sgl_aspects.attach.rights import Facts, refusal
@@ -93,6 +96,28 @@ def test_a_process_with_more_capabilities(tmp_path: Path) -> None:
     assert f"process {program.id}: " in said
     assert "docker run --cap-add SYS_PTRACE" in said
     assert "sgl-aspects run --dormant" in said
+
+
+def test_a_folder_without_room_for_the_modules_is_one_line(tmp_path: Path) -> None:
+    # As a disk that is full after so much. No byte code, which the limit would cut off.
+    limited = ["sh", "-c", 'ulimit -f 16 && PYTHONDONTWRITEBYTECODE=1 exec "$@"', "sh"]
+    with running(tmp_path) as program:
+        words = [*limited, *command("attach", str(program.id), "--force", "--file=/dev/null")]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert "make room there, or set TMPDIR" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        assert done.returncode == 2
+        assert program.states == ["original"]
+
+
+def test_shared_memory_that_takes_no_modules_is_not_begun_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=5 << 8, f_frsize=4096, f_files=0))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = Run.make()
+    run.discard()
+    assert run.folder.parent == tmp_path
 
 
 def test_a_process_that_is_not_python() -> None:
