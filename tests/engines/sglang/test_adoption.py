@@ -48,10 +48,14 @@ def answers(how: str) -> dict[str, Any]:
     return found
 
 
+# Its target is decorated: code that calls `__wrapped__` to get round the decorator still does.
+OWN_WRAPPED = "a_hooked_function_looks_like_its_target"
+
+
 def test_the_registry_answers_as_it_does_alone() -> None:
     alone, adopted = answers("alone"), answers("adopted")
     different = {name: (alone[name], adopted[name]) for name in alone if alone[name] != adopted[name]}
-    assert different == {}
+    assert different.keys() == {OWN_WRAPPED}
     assert len(alone) > 40
     raised = [name for name, found in alone.items() if str(found["answer"]).startswith("raises")]
     assert raised == []  # nothing is equal only because both are broken
@@ -59,6 +63,7 @@ def test_the_registry_answers_as_it_does_alone() -> None:
 
 # What differs through our names: the words of docs/migration.md's row, by case.
 DIFFERENT_CASES = {
+    OWN_WRAPPED: "it stays the undecorated one",
     "a_late_hook_on_a_patched_target_is_not_applied": "hooks stack",
     "hooks_of_a_target_are_applied_together_or_not_at_all": "each hook for itself",
     "reset_forgets_and_leaves_what_is_in_place": "give the original objects back",
