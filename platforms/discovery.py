@@ -249,7 +249,8 @@ def require_known(name: str) -> None:
 
 
 def _unknown(wanted: str, reason: str) -> PlatformError:
-    installed = ", ".join(map(str, [*find_plugins(), *find_plugins(SGLANG_PLATFORMS_GROUP)])) or "none"
+    plugins = dict.fromkeys(map(str, [*find_plugins(), *find_plugins(SGLANG_PLATFORMS_GROUP)]))
+    installed = ", ".join(plugins) or "none"
     builtin = ", ".join(row.name for row in BUILTIN_PLATFORMS)
     return PlatformError(
         f"{reason}: no platform has this name. Installed plugins: {installed}. Built-in: {builtin}. "

@@ -26,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.markup import escape
     from rich.table import Table
 
+    from sgl_aspects.analysis.causes import Causes
     from sgl_aspects.analysis.sources import load_runs
     from sgl_aspects.analysis.usage import usage_of
     from sgl_aspects.terminal import console
@@ -36,6 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     rows = usage_of(run.spans, _SHORT.get(arguments.by, arguments.by), *limits)
     if not rows:
         raise ConfigError(f"{run.source} holds no requests: has the engine served one since tracing began?")
+    if arguments.by not in _SHORT and not any(row.name for row in rows):
+        known = {name for request in Causes(run.spans).requests for name in request.attributes}
+        choices = ", ".join([*_SHORT, *sorted(known)])
+        raise ConfigError(f"--by {arguments.by}: no request has this attribute; choose from {choices}")
     total = sum(row.device_seconds for row in rows)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
     table.add_column(escape(arguments.by), no_wrap=True)

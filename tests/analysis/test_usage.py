@@ -95,6 +95,9 @@ def test_tenants_share_the_device_time_of_their_steps(
     assert main(["usage", str(file), "--ttft", "60"]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[2].split()[:2] == ["large", "2"]
+    assert main(["usage", str(file), "--by", "modl"]) == 2
+    told = capsys.readouterr().err
+    assert "--by modl: no request has this attribute; choose from tenant, model, error.type, gen_ai." in told
 
 
 def test_a_callers_mistake_is_no_target_missed() -> None:

@@ -73,9 +73,24 @@ def test_doctor_reads_its_roles(folder: Path) -> None:
     assert "missing" not in printed
 
 
-#: The page's engine with numbers as ids, a function that returns the request, and none that sends it.
+#: The page's engine with numbers as ids, a function that returns the request, and none that sends it. A
+#: request is aborted while it waits.
 OTHERWISE = {
+    "run.py": {
+        "    engine = hare.Engine()\n": """    engine = hare.Engine()
+    aborted = engine.accept("never", 4)
+    engine.scheduler.add(aborted)
+    engine.scheduler.drop(aborted)
+    from sgl_aspects import report
+    assert not any(hook.errors for hook in report().hooks)
+""",
+    },
     "hare.py": {
+        "    def next_batch(self):\n": """    def drop(self, request):
+        self.waiting.remove(request)
+
+    def next_batch(self):
+""",
         'Request(f"hare-{next(self.ids)}", prompt, max_tokens)': "self.accept(prompt, max_tokens)",
         "        self.accept(request)\n": "",
         "    def accept(self, request):\n        self.requests[request.rid] = request\n": """
@@ -89,6 +104,9 @@ OTHERWISE = {
         'Role(("hare:Engine.accept",), ("_", "request"), required=True)': """Role(
         ("hare:Engine.accept",), reads={"request": lambda args, kwargs, result=None: result}
     )""",
+        "SCHEDULER_ROLES = {\n": """SCHEDULER_ROLES = {
+    "abort_scheduled_request": Role(("hare:Scheduler.drop",), ("scheduler:self", "message:request")),
+""",
         '    "send_request": Role(("hare:Scheduler.add",), ("_", "tokenized:request")),\n': "",
     },
 }

@@ -137,6 +137,12 @@ def test_no_plugin_the_cpu_is_chosen(site: Site) -> None:
     }
 
 
+def test_a_package_with_both_entry_points_is_listed_once(site: Site) -> None:
+    groups = ("sgl_aspects.platforms", "sglang.srt.platforms")
+    install(site.folder, "both", "".join(f"[{group}]\nacme = acme:activate\n" for group in groups))
+    assert error_of(site.choose("acmee")).count("'acme' of both") == 1
+
+
 def test_one_plugin_comes_before_every_builtin(site: Site) -> None:
     site.install("acme", HERE.format("acme"))
     answer = site.choose()

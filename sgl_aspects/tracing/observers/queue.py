@@ -108,7 +108,8 @@ class QueueObserver:
         prefix, everything = self._message_rid(message), self._abort_all(message)
         waiting = self._waiting_rids(scheduler) or set()
         for rid, request in list(self._requests.requests.items()):
-            concerned = everything or (prefix and rid.startswith(prefix))
+            # An engine's ids may be numbers.
+            concerned = everything or rid == prefix or (prefix and str(rid).startswith(str(prefix)))
             if concerned and not request.is_running and rid not in waiting:
                 self._requests.finished(rid, None, "abort")
 
