@@ -47,6 +47,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "sources",
         nargs="*",
+        default=[],
         metavar="RUN",
         help="files of the otlp-json-file exporter, or runs' folders, live or dead, of one or several hosts, "
         "or a process's id (the only run there is)",

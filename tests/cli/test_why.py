@@ -34,6 +34,12 @@ def test_another_program_reads_whole_lines(tmp_path: Path, capsys: pytest.Captur
     assert any(f"{prefix}20 (" in line for line in lines if "others' prefill in its steps" in line)
 
 
+def test_what_may_be_left_out_is_not_said_to_be_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["why"])
+    assert capsys.readouterr().err.endswith("required: REQUEST\n")
+
+
 def test_the_slowest_request(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", "slowest", str(file)]) == 0
     assert "request-" in capsys.readouterr().out.splitlines()[0]
