@@ -78,6 +78,8 @@ def read_small(path: Path) -> bytes:
 def lock_holder(descriptor: int, byte: int = 0) -> int | None:
     """Return the id of a process that has locked this byte with ``fcntl.lockf``; None if no other has.
 
+    -1: the lock is of an open file, not of a process.
+
     :raises OSError: a system or a file system that does not tell.
     """
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)

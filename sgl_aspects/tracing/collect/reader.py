@@ -6,14 +6,13 @@ Nothing in a file is trusted: a process may have died at any point of its writin
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import struct
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sgl_aspects.files import unfollowed
+from sgl_aspects.files import lock_holder, unfollowed
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.codec import DamagedError, Decoder
 from sgl_aspects.tracing.records import Record, SpanEnd
@@ -41,7 +40,6 @@ class RingReader:
         self.name = path.name.removesuffix(layout.SUFFIX)
         self.last_ns = 0
         self.damaged = 0
-        self._read_only = read_only
         flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC
         self._descriptor = unfollowed(str(path), flags)
         self._stuck_since: float | None = None
@@ -123,13 +121,7 @@ class RingReader:
 
     def is_alive(self) -> bool:
         """Return whether a process still holds the file's lock."""
-        kind = fcntl.LOCK_SH if self._read_only else fcntl.LOCK_EX
-        try:
-            fcntl.lockf(self._descriptor, kind | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
-        return False
+        return lock_holder(self._descriptor) is not None
 
     def poll(self, alive: bool = True) -> tuple[list[Record], bool]:
         """Read the records since the last call; returns them, and whether more may be available at once.

@@ -31,9 +31,9 @@ words    written by  contents
 64-511   writer      14 blocks of 32 words, the open steps; a block whose first word is 0 is free
 ======== =========== =========================================================================================
 
-The writer holds a write lock on the open file: if another process can lock it (``lockf``), the writer is
-gone. The folder's file ``control`` has words 32-34 as of the last `sgl-aspects control`, for processes that
-start later.
+The writer holds a write lock on the open file: if no lock is there (``F_GETLK``), the writer is gone. The
+folder's file ``control`` has words 32-34 as of the last `sgl-aspects control`, for processes that start
+later.
 
 Definitions are numbered from 1. Each is a 32-bit length and that many bytes of JSON: a text, or a type of
 spans, ``[name, {attribute: type}]``. One that does not parse still counts.
