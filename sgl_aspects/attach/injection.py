@@ -33,20 +33,32 @@ _BYTECODE_SECONDS = 1.0
 _WAITING_SECONDS = 0.2
 _START_SECONDS = 10.0
 
-# The thread's name space is its own; nothing is imported and nothing is put into any module. If no thread can
-# be started, the process prints the reason on its stderr and goes on; ``attach`` reports the failure.
-_LINE = """
-__import__('_thread').start_new_thread(exec, ({code!r}, {{'__name__': 'sgl_aspects_attach'}}))
+# Name spaces are its own; nothing is imported and nothing is put into any module.
+_LINE = "exec({start!r}, {{'__name__': 'sgl_aspects_attach', 'path': {path!r}}})\n"
+# An exception that left it would end the process with a SystemError, as from a pending call that fails. A
+# Ctrl-C that comes here is the program's.
+_START = """
+try:
+    __import__('_thread').start_new_thread(exec, ({thread!r}, dict(globals())))
+except KeyboardInterrupt:
+    __import__('_thread').interrupt_main()
+except BaseException as error:
+    try:
+        with open(path + {failed!r}, 'w') as file:
+            file.write(str(error))
+    except BaseException:
+        pass
 """
 # Without the file the run has ended meanwhile: nothing is printed then.
 _THREAD = """
 try:
-    with open({path!r}) as file:
+    with open(path) as file:
         source = file.read()
 except OSError:
     source = ''
-exec(compile(source, {path!r}, 'exec'))
+exec(compile(source, path, 'exec'))
 """
+_FAILED = ".failed"
 
 
 def run_file(
@@ -59,11 +71,18 @@ def run_file(
     ``remote_exec``: the interpreter of the process, if that has ``sys.remote_exec``. Raises ``AttachError``
     if it has not started in time.
     """
-    line = _LINE.format(code=_THREAD.format(path=str(path)))
+    failure = Path(f"{path}{_FAILED}")
+    line = _LINE.format(start=_START.format(thread=_THREAD, failed=_FAILED), path=str(path))
+
+    def has_begun() -> bool:
+        if failure.exists():
+            raise AttachError(f"process {process_id} cannot start a thread: {failure.read_text()}")
+        return has_started()
+
     if remote_exec is not None:
         _remote_exec(remote_exec, process_id, path, line)
         can_read_wait = platform.machine() == "x86_64"
-        if _wait(has_started, _BYTECODE_SECONDS if can_read_wait else _START_SECONDS):
+        if _wait(has_begun, _BYTECODE_SECONDS if can_read_wait else _START_SECONDS):
             return 0.0
         if not can_read_wait:
             raise AttachError(f"process {process_id} has run no Python for {_START_SECONDS:g} s; try again")
@@ -79,8 +98,8 @@ def run_file(
     add = [(found["Py_AddPendingCall"], found["PyRun_SimpleString"], text_at)]
     stood = debugging.call(process_id, add, code_at) or 0.0
     try:
-        if not _wait(has_started, _BYTECODE_SECONDS):
-            stood = max(stood, _run_in_wait(process_id, found, code_at, has_started))
+        if not _wait(has_begun, _BYTECODE_SECONDS):
+            stood = max(stood, _run_in_wait(process_id, found, code_at, has_begun))
     finally:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
             _clear(process_id, code_at, len(text))

@@ -209,6 +209,24 @@ def test_a_run_that_ends_before_the_process_looks_leaves_no_trace_in_its_log(tmp
         assert program.said == ["original 1 4"]
 
 
+_NO_THREADS = """
+import resource, threading, time
+threading.stack_size(1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (512 << 20, 512 << 20))
+print("x", flush=True)
+while True:
+    time.sleep(0.001)
+"""
+
+
+def test_a_program_that_can_start_no_thread_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path, source=_NO_THREADS) as program:
+        output = finish(attaching(program, "--force", "--for", "1s"))
+        assert f"process {program.id} cannot start a thread: can't start new thread" in output
+        assert program.lives()
+        assert program.said == ["x"]
+
+
 _BUSY = """
 import hashlib, os, threading, sys
 def allocate():
