@@ -23,6 +23,7 @@ from sgl_aspects.attach import debugging
 from sgl_aspects.attach.elf import python_image, unused_code
 from sgl_aspects.attach.ptrace import FIRST_RESULT, Call
 from sgl_aspects.errors import AttachError
+from sgl_aspects.run import prepared
 
 _FUNCTIONS = ("Py_AddPendingCall", "PyRun_SimpleString", "PyGILState_Ensure", "PyGILState_Release")
 # The injected code: two stubs, since one may still be in use, and then the text.
@@ -58,7 +59,6 @@ except OSError:
     source = ''
 exec(compile(source, path, 'exec'))
 """
-_FAILED = ".failed"
 
 
 def run_file(
@@ -71,18 +71,11 @@ def run_file(
     ``remote_exec``: the interpreter of the process, if that has ``sys.remote_exec``. Raises ``AttachError``
     if it has not started in time.
     """
-    failure = Path(f"{path}{_FAILED}")
-    line = _LINE.format(start=_START.format(thread=_THREAD, failed=_FAILED), path=str(path))
-
-    def has_begun() -> bool:
-        if failure.exists():
-            raise AttachError(f"process {process_id} cannot start a thread: {failure.read_text()}")
-        return has_started()
-
+    line = _LINE.format(start=_START.format(thread=_THREAD, failed=prepared.FAILED), path=str(path))
     if remote_exec is not None:
         _remote_exec(remote_exec, process_id, path, line)
         can_read_wait = platform.machine() == "x86_64"
-        if _wait(has_begun, _BYTECODE_SECONDS if can_read_wait else _START_SECONDS):
+        if _wait(has_started, _BYTECODE_SECONDS if can_read_wait else _START_SECONDS):
             return 0.0
         if not can_read_wait:
             raise AttachError(f"process {process_id} has run no Python for {_START_SECONDS:g} s; try again")
@@ -98,8 +91,8 @@ def run_file(
     add = [(found["Py_AddPendingCall"], found["PyRun_SimpleString"], text_at)]
     stood = debugging.call(process_id, add, code_at) or 0.0
     try:
-        if not _wait(has_begun, _BYTECODE_SECONDS):
-            stood = max(stood, _run_in_wait(process_id, found, code_at, has_begun))
+        if not _wait(has_started, _BYTECODE_SECONDS):
+            stood = max(stood, _run_in_wait(process_id, found, code_at, has_started))
     finally:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
             _clear(process_id, code_at, len(text))

@@ -16,11 +16,13 @@ import sys
 import threading
 
 SWITCH = "ASPECTS_DORMANT"
+#: Ends the name of the file that says why a script could not be run.
+FAILED = ".failed"
 _LONGEST = 4096
 _NAMESPACE = "/proc/self/ns/pid"
 
-# Control blocks by their folders.
-_blocks: "dict[str, int]" = {}
+# Control blocks by their folders, with their files.
+_blocks: "dict[str, tuple[int, os.stat_result]]" = {}
 
 
 def signal_number() -> int:
@@ -66,7 +68,7 @@ def prepare(folder: str = "") -> None:
     path = os.path.join(folder, block_prefix() + str(os.getpid()))
     block = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     fcntl.flock(block, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    _blocks[folder] = block
+    _blocks[folder] = block, os.fstat(block)
 
 
 def prepare_or_say(folder: str = "") -> None:
@@ -82,11 +84,25 @@ def prepare_or_say(folder: str = "") -> None:
 
 def _on_signal(number: int, frame: object) -> None:
     """Run the requested script in a thread, which ends; called between two bytecodes of the main thread."""
-    for block in _blocks.values():
-        path = os.pread(block, _LONGEST, 0).decode()
+    for block in _open_blocks():
+        path = os.fsdecode(os.pread(block, _LONGEST, 0))
         os.ftruncate(block, 0)
         if path:
-            _thread.start_new_thread(_run, (path,))
+            try:
+                _thread.start_new_thread(_run, (path,))
+            except RuntimeError as error:  # it would end the process, which may start no more threads
+                with contextlib.suppress(OSError), open(path + FAILED, "w", encoding="utf-8") as file:
+                    file.write(str(error))
+
+
+def _open_blocks() -> "list[int]":
+    """Return the blocks that are open: where the program closed all files, others have their numbers."""
+    found = []
+    for block, status in _blocks.values():
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(block), status):
+                found.append(block)
+    return found
 
 
 def _run(path: str) -> None:
@@ -101,7 +117,7 @@ def _run(path: str) -> None:
 def _in_child() -> None:
     """Make control blocks for a forked child; the locks on its parent's stay with the parent."""
     folders = list(_blocks)
-    for block in _blocks.values():
+    for block in _open_blocks():
         os.close(block)
     _blocks.clear()
     if threading.current_thread() is threading.main_thread():

@@ -36,7 +36,7 @@ Carrier = Callable[[Path, Callable[[], bool]], float]
 CONTROL_VARIABLE = "SGL_ASPECTS_OP_CONTROL"
 _START_SECONDS = 10.0
 _SIGNAL_SECONDS = 1.0
-_SUFFIXES = (".request", ".py", ".taken", ".answer")
+_SUFFIXES = (".request", ".py", f".py{prepared.FAILED}", ".taken", ".answer")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,14 @@ class Request:
         source = Path(entry.__file__).read_text(encoding="utf-8")
         script = self.taken.with_suffix(".py")
         script.write_text(f"{source}\n\nenter({str(self._folder)!r}, {self._key!r})\n", encoding="utf-8")
-        return carrier(script, self.taken.exists)
+        failure = Path(f"{script}{prepared.FAILED}")
+
+        def has_begun() -> bool:
+            if failure.exists():
+                raise AttachError(f"process {self.process_id} cannot start a thread: {failure.read_text()}")
+            return self.taken.exists()
+
+        return carrier(script, has_begun)
 
     def read(self) -> dict[str, Any] | None:
         """Return the latest answer; None if there is none yet."""

@@ -64,6 +64,47 @@ def test_what_fails_in_the_process_is_the_commands_error(tmp_path: Path, idle: s
     assert ask(prepared_processes(tmp_path), "not.imported.there:answer", {}, 20.0) == [{}]
 
 
+_NO_THREADS = """
+import resource, sys, threading, time
+from sgl_aspects.run import prepared
+prepared.prepare(sys.argv[1])
+threading.stack_size(1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (512 << 20, 512 << 20))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_can_start_no_thread_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")  # whatever its name
+    command = [sys.executable, "-c", _NO_THREADS, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        (answer,) = ask(prepared_processes(folder), "asked:answer", {}, 20.0)
+        assert answer == {"error": f"process {process.pid} cannot start a thread: can't start new thread"}
+        assert process.poll() is None
+        process.kill()
+    assert [path.name for path in folder.iterdir()] == [f"{prepared.block_prefix()}{process.pid}"]
+
+
+_DAEMON = """
+import os, sys
+from sgl_aspects.run import prepared
+prepared.prepare(sys.argv[1])
+os.closerange(3, 1024)
+files = [open(f"{sys.argv[1]}/{number}", "w") for number in range(32)]
+if not os.fork():
+    assert all(os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)) for file in files)
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_files_of_a_program_that_closed_all_descriptors_stay_its_childrens(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", _DAEMON, str(tmp_path)], check=True)
+
+
 def test_a_killed_process_is_not_asked_and_its_control_block_goes(
     tmp_path: Path, idle: subprocess.Popen[str]
 ) -> None:
