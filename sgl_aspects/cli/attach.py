@@ -137,6 +137,8 @@ def _attach(
         until = f"for {arguments.seconds:g} s" if arguments.seconds else "until Ctrl-C"
         print(f"tracing at level {settings.level} {until}; run folder {run.folder}", flush=True)
         _wait(collector, arguments.seconds)
+        if collector.has_ended:
+            print("its processes have ended, or another attach or detach was there", flush=True)
     except KeyboardInterrupt:
         print(flush=True)
     finally:

@@ -106,7 +106,9 @@ def test_another_command_detaches(tmp_path: Path) -> None:
         done = subprocess.run(command("detach", str(program.id)), capture_output=True, text=True, check=True)
         assert "2 originals are back" in done.stdout
         assert program.states[-1] == "original"
-        assert "spans recorded" in finish(process)
+        output = finish(process)
+        assert "another attach or detach was there" in output
+        assert "spans recorded" in output
 
 
 def test_detach_of_what_is_not_attached_to_is_an_error(tmp_path: Path) -> None:
