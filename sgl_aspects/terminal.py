@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
 
 # Characters in a line of what another program reads: rich would break its lines after 80.
 _PIPE_WIDTH = 500
+_PLAIN = {"µ": "u", "–": "-", "─": "-", "…": "...", "→": "->", "×": "x"}
 
 
 def printable(text: str) -> str:
@@ -29,6 +32,20 @@ def counted(number: int, noun: str) -> str:
     """Return the number with its noun in the singular or plural: ``"1 process"``, ``"2 processes"``."""
     ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def replace_unencodable() -> None:
+    """Have the standard output replace characters that its encoding lacks, such as that of LC_ALL=C."""
+    output = sys.stdout
+    if isinstance(output, io.TextIOWrapper) and codecs.lookup(output.encoding).name != "utf-8":
+        codecs.register_error("sgl_aspects.plain", _replaced)
+        output.reconfigure(errors="sgl_aspects.plain")
+
+
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
 
 
 def console() -> Console:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from sgl_aspects import packages
 from sgl_aspects.errors import AspectsError
-from sgl_aspects.terminal import printable, say
+from sgl_aspects.terminal import printable, replace_unencodable, say
 
 PROGRAM = "sgl-aspects"
 # Before each choice in an error.
@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words == ["--version"]:
         words = ["version"]
+    replace_unencodable()
     try:
         arguments = _parse(words)
         status = int(arguments.run(arguments))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.cli.main import main
+from tests.support.processes import command, output_of
 from tests.support.simulated_run import SimulatedRun
 
 
@@ -32,6 +33,14 @@ def test_another_program_reads_whole_lines(tmp_path: Path, capsys: pytest.Captur
     assert main(["why", f"{prefix}19", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(f"{prefix}20 (" in line for line in lines if "others' prefill in its steps" in line)
+
+
+def test_an_output_without_unicode_has_the_table_too(file: Path) -> None:
+    whole = output_of(command("why", "request-19", file, PYTHONIOENCODING="utf-8"))
+    plain = output_of(command("why", "request-19", file, PYTHONIOENCODING="ascii"))
+    assert " µs " in whole
+    assert plain.isascii()
+    assert " us " in plain
 
 
 def test_what_may_be_left_out_is_not_said_to_be_required(capsys: pytest.CaptureFixture[str]) -> None:
