@@ -23,6 +23,9 @@ from sgl_aspects.tracing import session as tracing
 from sgl_aspects.weaving import in_pieces, unfrozen, weaver
 
 _CHECK_SECONDS = 1.0
+# The command starts the collector once a process has answered, maybe another one that is woven for a minute;
+# it, or its guard, detaches where there is none.
+_COLLECTOR_SECONDS = 120.0
 _SWITCH_SECONDS = 0.0005
 
 
@@ -34,6 +37,7 @@ class _Attachment:
     hooks: list[aspects.Advice] = field(default_factory=list)
     """Hooks of the configuration file alone."""
     next_check: float = 0.0
+    begun: float = field(default_factory=time.monotonic)
 
 
 _attachment: _Attachment | None = None
@@ -144,7 +148,8 @@ def _end_without_collector(run_folder: str) -> None:
         return
     attachment.next_check = now + _CHECK_SECONDS
     collector = collector_state(run_folder)
-    if collector is None or not collector.is_alive:
+    is_late = now - attachment.begun > _COLLECTOR_SECONDS
+    if is_late if collector is None else not collector.is_alive:
         threading.Thread(target=_detach_alone, daemon=True).start()
 
 

@@ -22,6 +22,7 @@ import sgl_aspects as aspects
 from sgl_aspects.attach import agent
 from sgl_aspects.run import entry
 from sgl_aspects.weaving import in_pieces
+from tests.support.attachable import SECONDS
 from tests.support.stand_ins import Engine
 
 
@@ -75,18 +76,7 @@ assert not [name for name in set(sys.modules) - before if name.startswith("sgl_a
 def test_a_late_detach_of_an_earlier_run_leaves_the_one_that_has_taken_over(tmp_path: Path) -> None:
     """As from the guard of a command that was killed, when another command has attached meanwhile."""
     code = """
-import json, sys
-import sgl_aspects as aspects
-from sgl_aspects.attach import agent
-
-first, second, configuration = sys.argv[1:]
-
-def perform(operation, folder):
-    environment = {"SGL_ASPECTS_TRACE": "3", "SGL_ASPECTS_TRACE_RUN": folder}
-    environment["SGL_ASPECTS_CONFIG"] = configuration
-    request = {"operation": operation, "version": aspects.__version__, "environment": environment}
-    return agent.perform(request)
-
+first, second = sys.argv[2:]
 perform("attach", first)
 assert perform("attach", second)["woven"] == ["json:dumps"]
 assert perform("detach", first)["restored"] == 0
@@ -94,12 +84,46 @@ assert hasattr(json.dumps, "__wrapped__")
 assert perform("detach", second)["restored"] == 1
 assert not hasattr(json.dumps, "__wrapped__")
 """
-    folders = [tmp_path / "first", tmp_path / "second"]
+    _attach_itself(code, tmp_path, tmp_path / "first", tmp_path / "second")
+
+
+@pytest.mark.parametrize("has_one", [True, False])
+def test_a_full_ring_ends_nothing_before_there_is_a_collector(has_one: bool, tmp_path: Path) -> None:
+    code = f"""
+import pathlib, time
+perform("attach", sys.argv[2])
+pathlib.Path(sys.argv[2], "collector.lock").touch() if {has_one} else None  # it has ended
+for _ in range(40_000):
+    json.dumps(1)
+deadline = time.monotonic() + ({SECONDS} if {has_one} else 1)
+while hasattr(json.dumps, "__wrapped__") and time.monotonic() < deadline:
+    time.sleep(0.02)
+assert hasattr(json.dumps, "__wrapped__") is not {has_one}
+"""
+    _attach_itself(code, tmp_path, tmp_path / "run")
+
+
+_PERFORM = """
+import json, sys
+import sgl_aspects as aspects
+from sgl_aspects.attach import agent
+
+def perform(operation, folder):
+    environment = {"SGL_ASPECTS_TRACE": "3", "SGL_ASPECTS_TRACE_RUN": folder}
+    environment["SGL_ASPECTS_CONFIG"] = sys.argv[1]
+    request = {"operation": operation, "version": aspects.__version__, "environment": environment}
+    return agent.perform(request)
+"""
+
+
+def _attach_itself(code: str, tmp_path: Path, *folders: Path) -> None:
+    """Run code in a process that attaches to itself, for runs in these folders."""
     for folder in folders:
         folder.mkdir()
     configuration = tmp_path / "aspects.toml"
     configuration.write_text('[[trace]]\ntarget = "json:dumps"\n')
-    subprocess.run([sys.executable, "-c", code, *folders, configuration], check=True, timeout=200)
+    words: list[str | Path] = [sys.executable, "-c", _PERFORM + code, configuration, *folders]
+    subprocess.run(words, check=True, timeout=200)
 
 
 def test_an_import_does_not_wait_for_a_thread_that_weaves_in_pieces(engine: Engine) -> None:
