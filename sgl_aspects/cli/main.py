@@ -148,9 +148,14 @@ def _parse(words: list[str]) -> argparse.Namespace:
         subparsers = overview.add_subparsers(dest="command", metavar="COMMAND", required=True)
         for command in COMMANDS:
             subparsers.add_parser(command.name, aliases=command.aliases, help=command.help)
-        if words and not words[0].startswith("-"):
-            overview.error(f"there is no command {words[0]!r}{_or_near(words[0], named)}")
-        return overview.parse_args(words)
+        if words and words[0] in ("-h", "--help"):
+            return overview.parse_args(words)
+        near, wrong = "", "a command is missing"
+        if words and words[0].startswith("-"):
+            wrong = f"{words[0]} stands before the command"
+        elif words:
+            near, wrong = _or_near(words[0], named), f"there is no command {words[0]!r}"
+        overview.error(wrong + (near or f"; {PROGRAM} --help lists them"))
     parser = command_parser(named[words[0]])
     arguments, unknown = parser.parse_known_args(words[1:])
     program = getattr(arguments, "command", [])  # its words begin at the first unknown one

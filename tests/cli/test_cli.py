@@ -84,6 +84,9 @@ def test_no_command_and_an_unknown_one_are_usage_errors(capsys: pytest.CaptureFi
     ("words", "message"),
     [
         (["repot"], "sgl-aspects: error: there is no command 'repot'; did you mean report?"),
+        (["help"], "error: there is no command 'help'; sgl-aspects --help lists them"),
+        ([], "error: a command is missing; sgl-aspects --help lists them"),
+        (["--level", "2", "run"], "error: --level stands before the command; sgl-aspects --help lists them"),
         (["report", "--outptu", "x"], "error: unknown argument --outptu; did you mean --output?"),
         (["run", "--levle=2", "--", "true"], "error: unknown argument --levle; did you mean --level?"),
         (["top", "--nothing-like-it"], "error: unknown argument --nothing-like-it"),
