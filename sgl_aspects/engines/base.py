@@ -9,6 +9,7 @@ against them, and fit every engine that has an integration.
 from __future__ import annotations
 
 import enum
+import importlib.util
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,18 +67,26 @@ class Role:
     ``parameters``: the arguments that its parameters are, in order, ``self`` included; ``"_"`` for one that
     no observer reads, and ``"state:request_state"`` where the engine's name differs. ``reads``: arguments
     that are not simply a parameter, each with its reader of the whole call. ``required``: without it the
-    engine's requests or steps cannot be traced; a version that lacks it is an error.
+    engine's requests or steps cannot be traced; a version that lacks it is an error. ``package``: of a
+    library's function, the engine's package: where it is not installed, others that call it pay for no hook.
     """
 
     targets: tuple[str, ...]
     parameters: tuple[str, ...] = ()
     reads: Mapping[str, CallReader] = field(default_factory=dict)
     required: bool = False
+    package: str = ""
 
     def __post_init__(self) -> None:
         given: Any = self.targets
         if isinstance(given, str):  # a string would be one target per letter
             object.__setattr__(self, "targets", (given,))
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Return whether its package, if it has one, is loaded or can be."""
+        name = self.package
+        return not name or name in sys.modules or importlib.util.find_spec(name) is not None
 
     @property
     def arguments(self) -> list[str]:

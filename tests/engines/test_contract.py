@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 import sgl_aspects as aspects
-from sgl_aspects.engines import BUILT_IN, Engine, Role
+from sgl_aspects.engines import BUILT_IN, VLLM, Engine, Role
 from sgl_aspects.engines.base import AttributeReader, CallReader
 from sgl_aspects.engines.contract import ATTRIBUTES, ROLES
 from sgl_aspects.errors import ConfigError
@@ -116,3 +118,22 @@ def test_own_roles_are_observed(engine: Engine) -> None:
     trackers = Trackers.of(engine, Memory(), DEFAULTS)
     observed = {one.role for one in engine.observers(trackers)} if engine.observers else set()
     assert engine.own_roles.keys() <= observed <= engine.every_role.keys()
+
+
+def test_a_librarys_function_is_hooked_only_where_its_engine_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang replays graphs by the same function of PyTorch's as vLLM, at each step."""
+    graph = torch.cuda.graphs.CUDAGraph
+    original = graph.replay
+    for package, is_same in (("nobodys", True), ("json", False)):
+        launch = dataclasses.replace(VLLM.roles["graph_launch"], package=package)
+        engine = dataclasses.replace(VLLM, roles={**VLLM.roles, "graph_launch": launch})
+        monkeypatch.setattr(observers, "find_engines", lambda found=engine: [found])
+        undo = observers.weave_observers(Memory())
+        try:
+            assert (graph.replay is original) is is_same
+        finally:
+            for step in reversed(undo):
+                step()
+    assert graph.replay is original

@@ -20,14 +20,15 @@ in_c = pytest.mark.skipif(native.compiled is None, reason=native.state())
 
 # A fake engine: twenty steps with what interrupts them. Prints its spans without ids and times.
 _ENGINE = """
-import ctypes, json, logging, sys, types
+import ctypes, dataclasses, json, logging, sys, types
 from types import SimpleNamespace
 from sgl_aspects.weaving import Advice, HookType, Target, weave as weave_advice
-from sgl_aspects.engines import EMBEDDED
+from sgl_aspects.engines import EMBEDDED, Role
 from sgl_aspects.runtime.core import ForwardMode
 from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.draft import DraftObserver
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS
@@ -70,8 +71,12 @@ class Event:
 
 recorder = RingRecorder(sys.argv[1])
 recorder.open()
-trackers = Trackers.of(EMBEDDED, recorder, DEFAULTS)
-found = {o.role: o for kind in (StepObserver, ForwardObserver) for o in kind(trackers).observations()}
+drafts = {role: Role((f"woven:{role}",)) for role in ("draft", "draft_extend")}
+engine = dataclasses.replace(EMBEDDED, roles={**EMBEDDED.roles, **drafts})
+trackers = Trackers.of(engine, recorder, DEFAULTS)
+passes = ForwardObserver(trackers)
+observers = StepObserver(trackers), passes, DraftObserver(trackers, passes)
+found = {o.role: o for observer in observers for o in observer.observations()}
 reqs = [SimpleNamespace(rid=f"r{n}", output_ids=[]) for n in range(4)]
 for req in reqs:
     trackers.requests.resume(trackers.requests.queued(req.rid), 1)
@@ -116,8 +121,11 @@ def step(number, error=None, processing=None, size=4, level=3):
     replay = lambda: call("graph_launch", (object(),))
     inside = replay if number % 3 else lambda: None
     forward = lambda: call("forward", (runner,), inside=inside, error=error, batch=batch)
+    drafted = lambda: call("draft", (), inside=lambda: call("draft_extend", (), inside=forward))
+    fed = lambda: call("draft_extend", (), error=KeyError() if number == 10 else None)
+    work = (lambda: (drafted(), forward(), fed())) if number in (6, 10, 21, 25) else forward
     launched = ((scheduler,), {"batch": batch}) if number in (7, 8) else ((scheduler, batch), {})
-    call("run_batch", launched[0], result, error, inside=forward, **launched[1])
+    call("run_batch", launched[0], result, error, inside=work, **launched[1])
     if error is None:
         call("process_batch_result", (scheduler, batch, result), None, processing)
 

@@ -278,7 +278,7 @@ VLLM = Engine(
         "sample": Role((f"{_RUNNER}.sample_tokens",)),
         "draft": Role((f"{_RUNNER}.propose_draft_token_ids",)),
         # PyTorch's, of any device: vLLM calls it in a place for each kind of graph.
-        "graph_launch": Role(("torch*.*.graphs:*Graph.replay",)),
+        "graph_launch": Role(("torch*.*.graphs:*Graph.replay",), package="vllm"),
         "graph_capture": Role((f"{_RUNNER}.capture_model",)),
         "load_model": Role(("vllm.v1.worker.**:*PUModelRunner.load_model",)),
         "kv_init": Role((f"{_RUNNER}.initialize_kv_cache",)),

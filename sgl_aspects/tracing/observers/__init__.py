@@ -166,7 +166,7 @@ def _advices(
     """Yield the advice for roles that exist. ``on_missing``: called with a missing required role and why."""
     for observation in observations:
         role = roles.get(observation.role)
-        if role is not None:
+        if role is not None and role.is_at_hand:
             target = aspects.Target.parse(role.targets)
             advice = aspects.Advice(target, aspects.HookType.OBSERVE, observation, source=_SOURCE)
             advice.caller = observation.caller

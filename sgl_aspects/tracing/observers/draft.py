@@ -9,6 +9,7 @@ from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Step, Trackers
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.record import format as layout
+from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.open_steps import OpenSteps
 from sgl_aspects.tracing.record.steps import CHILD_STARTS, CHILD_TYPES
 from sgl_aspects.tracing.records import error_type
@@ -29,45 +30,56 @@ class DraftObserver:
     """
 
     def __init__(self, trackers: Trackers, forward: ForwardObserver) -> None:
-        self._roles, self._recorder, self._tracker = trackers.engine.roles, trackers.recorder, trackers.steps
-        self._forward = forward
-        #: Stands in for the step of a draft model's passes, which are not recorded.
-        self._nowhere = Step(OpenSteps.in_memory(), layout.OPEN_STEPS_WORD)
+        # It stands in for the step of a draft model's passes, which are not recorded.
+        nowhere = Step(OpenSteps.in_memory(), layout.OPEN_STEPS_WORD)
+        self._parts = {
+            role: _Drafts(trackers, forward, nowhere, child)
+            for role, child in _CHILDREN.items()
+            if role in trackers.engine.roles
+        }
 
     def observations(self) -> list[Observation]:
+        in_python = native.compiled is None
         return [
-            Observation(role, *self._observe(child), 3)
-            for role, child in _CHILDREN.items()
-            if role in self._roles
+            Observation(
+                role,
+                part._enter if in_python else part.draft_enter,
+                part._exit if in_python else part.draft_exit,
+                3,
+                native.WatchedCall,
+            )
+            for role, part in self._parts.items()
         ]
 
-    def _observe(self, child: int) -> tuple[Any, Any]:
-        tracker, forward, nowhere = self._tracker, self._forward, self._nowhere
-        start, write = CHILD_STARTS[child], self._recorder.spans(CHILD_TYPES[child])
 
-        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if forward.step is not None:
-                return None  # in another one
-            forward.step = nowhere
-            step = tracker.running or (tracker.in_flight[-1] if tracker.in_flight else None)
-            if step is None or not step.id:
-                return monotonic_ns(), None, 0
-            before, step.child = step.child, child
-            at = step.block + start
-            step.words[at] = step.words[at] or monotonic_ns()
-            return 0, step, before
+class _Drafts(native.DraftPath):
+    """The calls of one role; the compiled path handles those within a step of this process."""
 
-        def leave(token: Any, result: Any, error: BaseException | None) -> None:
-            if token is None:
-                return
-            forward.step = None
-            start_ns, step, before = token
-            if step is not None:
-                step.words[step.block + start + 1] = monotonic_ns()
-                step.child = before
-                if error is not None:
-                    tracker.fail(step, 1 << child, error_type(error))
-            elif tracker.remote[0]:
-                forward.worker.write(write, start_ns, error)
+    def __init__(self, trackers: Trackers, forward: ForwardObserver, nowhere: Step, child: int) -> None:
+        self.tracker, self.forward, self.nowhere = trackers.steps, forward, nowhere
+        self.child, self.start, self.before = child, CHILD_STARTS[child], layout.CHILD_RUN_BATCH
+        self._write = trackers.recorder.spans(CHILD_TYPES[child])
 
-        return enter, leave
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tracker = self.tracker
+        if self.forward.step is not None:
+            return None  # in another one
+        self.forward.step = self.nowhere
+        step = tracker.running or (tracker.in_flight[-1] if tracker.in_flight else None)
+        if step is None or not step.id:
+            return monotonic_ns()
+        self.before, step.child, at = step.child, self.child, step.block + self.start
+        step.words[at] = step.words[at] or monotonic_ns()
+        return step
+
+    def _exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return
+        self.forward.step = None
+        if isinstance(token, Step):
+            token.words[token.block + self.start + 1] = monotonic_ns()
+            token.child = self.before
+            if error is not None:
+                self.tracker.fail(token, 1 << self.child, error_type(error))
+        elif self.tracker.remote[0]:
+            self.forward.worker.write(self._write, token, error)

@@ -9,6 +9,7 @@ from typing import Any
 from sgl_aspects.engines import Outcome
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.records import error_type
 from sgl_aspects.tracing.schema import GRAMMAR, QUEUE
 
@@ -60,7 +61,7 @@ class QueueObserver:
             Observation("end_scheduled_request", self._end_enter),
             Observation("cancel_requests", None, self._cancel_exit),
             Observation("verify_draft", self._verify_enter),
-            Observation("verify_drafts", _note_call, self._verify_exit),
+            Observation("verify_drafts", _note_call, self._verify_exit, caller=native.WatchedCall),
             Observation("compile_grammar", _note_call, self._compile_exit),
             Observation("grammar_ready", _note_call, self._ready_exit),
         ]

@@ -46,6 +46,7 @@ compiled, why_not = _load()
 
 if compiled is None or TYPE_CHECKING:
     from sgl_aspects.tracing.record.native.fields import Blocks, Slots
+    from sgl_aspects.tracing.record.native.fields import Fields as DraftPath
     from sgl_aspects.tracing.record.native.fields import Fields as ForwardPath
     from sgl_aspects.tracing.record.native.fields import Fields as Mark
     from sgl_aspects.tracing.record.native.fields import Fields as Step
@@ -54,6 +55,7 @@ if compiled is None or TYPE_CHECKING:
 else:
     Blocks, Slots, Step, Tracker = compiled.Blocks, compiled.Slots, compiled.Step, compiled.Tracker
     StepPath, ForwardPath, Mark = compiled.StepPath, compiled.ForwardPath, compiled.Mark
+    DraftPath = compiled.DraftPath
 
 #: Calls the hooks of a woven function in C; None: Python calls them.
 WatchedCall: Any = getattr(compiled, "WatchedCall", None)
@@ -66,6 +68,7 @@ def state() -> str:
 
 __all__ = [
     "Blocks",
+    "DraftPath",
     "ForwardPath",
     "Mark",
     "Slots",

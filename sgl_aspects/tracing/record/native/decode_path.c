@@ -133,6 +133,13 @@ typedef struct {
     char has_begun, has_ended, has_parts, has_events, is_joined;
 } ForwardPath;
 
+/* One child of a step, in which a draft model's passes are not the step's. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *tracker, *forward, *nowhere;
+    Py_ssize_t child, start, before;
+} DraftPath;
+
 /* An event of the device, recorded by a function in C. */
 typedef struct {
     PyObject_HEAD
@@ -140,7 +147,7 @@ typedef struct {
     unsigned long long function, elapsed, event;
 } Mark;
 
-static PyTypeObject *mark_type;
+static PyTypeObject *mark_type, *forward_type;
 
 /* One of these types, and the class in Python that inherits from it, as met: looking through its bases
    touches a dozen cache lines. */
@@ -411,7 +418,7 @@ elapsed(PyObject *events)
 /* -- a step: scheduled, launched, its result processed ----------------------------------------------------- */
 
 static PyObject *s_schedule_exit, *s_run_enter, *s_run_exit, *s_process_enter, *s_process_exit;
-static PyObject *s_read_late, *s_forward_enter, *s_forward_exit, *s_launch_enter;
+static PyObject *s_read_late, *s_forward_enter, *s_forward_exit, *s_launch_enter, *s_draft_enter, *s_draft_exit;
 
 static PyObject *
 StepPath_schedule_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
@@ -912,6 +919,61 @@ static PyMethodDef ForwardPath_methods[] = {
     {NULL, NULL, 0, NULL}};
 COLLECTED(ForwardPath, tracker, 6)
 
+/* -- its drafts --------------------------------------------------------------------------------------------- */
+
+static inline ForwardPath *
+forward_of(DraftPath *self)
+{
+    return is_none(self->forward) || !PyObject_TypeCheck(self->forward, forward_type) ? NULL : (ForwardPath *)self->forward;
+}
+
+static PyObject *
+draft_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
+{
+    DraftPath *self = (DraftPath *)object;
+    Tracker *tracker = tracker_in(self->tracker);
+    ForwardPath *forward = forward_of(self);
+    if (tracker == NULL || forward == NULL)
+        return OTHER_CASE;
+    if (!is_none(forward->step))
+        Py_RETURN_NONE; /* in another one */
+    Step *step = (Step *)tracker->running;
+    uint64_t *words = is_step((PyObject *)step) && step->id ? words_of(step) : NULL;
+    if (words == NULL)
+        return OTHER_CASE;
+    replace(&forward->step, self->nowhere);
+    self->before = step->child;
+    step->child = self->child;
+    if (!words[self->start])
+        words[self->start] = now_ns();
+    return Py_NewRef(step);
+}
+
+PACKED(DraftPath, draft_enter)
+
+static PyObject *
+DraftPath_draft_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    DraftPath *self = (DraftPath *)object;
+    if (count == 3 && args[0] == Py_None)
+        Py_RETURN_NONE;
+    ForwardPath *forward = forward_of(self);
+    uint64_t *words = count == 3 && forward && is_step(args[0]) ? words_of((Step *)args[0]) : NULL;
+    if (words == NULL || args[2] != Py_None)
+        return call_method(object, s_draft_exit, args, count);
+    Py_CLEAR(forward->step);
+    words[self->start + 1] = now_ns();
+    ((Step *)args[0])->child = self->before;
+    Py_RETURN_NONE;
+}
+
+static PyMemberDef DraftPath_members[] = {
+    OBJECT(DraftPath, tracker), OBJECT(DraftPath, forward), OBJECT(DraftPath, nowhere),
+    SIZE(DraftPath, child), SIZE(DraftPath, start), SIZE(DraftPath, before), END};
+static PyMethodDef DraftPath_methods[] = {
+    FAST(DraftPath, draft_enter), FAST(DraftPath, draft_exit), {NULL, NULL, 0, NULL}};
+COLLECTED(DraftPath, tracker, 3)
+
 /* -- for watched_call.c ------------------------------------------------------------------------------------ */
 
 PyObject other_case;
@@ -923,7 +985,8 @@ entry_of(PyObject *enter)
                                        {StepPath_run_enter, run_enter},
                                        {StepPath_process_enter, process_enter},
                                        {ForwardPath_forward_enter, forward_enter},
-                                       {ForwardPath_launch_enter, launch_enter}};
+                                       {ForwardPath_launch_enter, launch_enter},
+                                       {DraftPath_draft_enter, draft_enter}};
     if (PyCFunction_Check(enter))
         for (size_t i = 0; i < sizeof(entries) / sizeof(*entries); i++)
             if ((PyCFunction)(void (*)(void))entries[i][0] == PyCFunction_GET_FUNCTION(enter))
@@ -962,7 +1025,8 @@ PyInit__decode_path(void)
                  {&s_run_exit, "_run_exit"},           {&s_process_enter, "_process_enter"},
                  {&s_process_exit, "_process_exit"},
                  {&s_forward_enter, "_enter"},         {&s_forward_exit, "_exit"},
-                 {&s_launch_enter, "_launch_enter"},   {&s_read_late, "read_late"}};
+                 {&s_launch_enter, "_launch_enter"},   {&s_read_late, "read_late"},
+                 {&s_draft_enter, "_enter"},           {&s_draft_exit, "_exit"}};
     for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
         *names[i].place = PyUnicode_InternFromString(names[i].text);
         if (*names[i].place == NULL)
@@ -976,9 +1040,10 @@ PyInit__decode_path(void)
     step_kind.base = add_type(module, "Step", &Step_spec);
     tracker_kind.base = add_type(module, "Tracker", &Tracker_spec);
     mark_type = add_type(module, "Mark", &Mark_spec);
+    forward_type = add_type(module, "ForwardPath", &ForwardPath_spec);
     if (blocks_kind.base == NULL || slots_kind.base == NULL || step_kind.base == NULL || tracker_kind.base == NULL
         || mark_type == NULL || add_type(module, "StepPath", &StepPath_spec) == NULL
-        || add_type(module, "ForwardPath", &ForwardPath_spec) == NULL || add_watched_call(module) < 0
+        || forward_type == NULL || add_type(module, "DraftPath", &DraftPath_spec) == NULL || add_watched_call(module) < 0
         || PyModule_AddIntMacro(module, CHECKSUM) < 0) { /* of the sources: see native/__init__.py */
         Py_DECREF(module);
         return NULL;
