@@ -51,7 +51,10 @@ def test_another_users_command_line_is_escaped(capsys: pytest.CaptureFixture[str
 def test_a_report_of_hooks_is_escaped(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = {"hooks": [], "stale": [{"target": TITLE, "holder": HIDDEN}], "displaced": [TITLE]}
+    source = ["tracing", "sgl-aspects"]
+    hook = {"target": f"{TITLE}:f", "hook": TITLE, "hook_type": "AFTER", "state": "PENDING", "source": source}
+    hook |= {"order": 0, "detail": "", "places": [], "calls": 0, "errors": 0, "required": False}
+    report = {"hooks": [hook], "stale": [{"target": TITLE, "holder": HIDDEN}], "displaced": [TITLE]}
     process = {"process_id": 7, "command": TITLE, "ended": True, "report": report}
     (tmp_path / "7.hooks.json").write_text(json.dumps(process))
     main([command, "--from", str(tmp_path)])

@@ -82,7 +82,7 @@ def sorted_hooks(hooks: Iterable[HookReport]) -> tuple[list[HookReport], list[Ho
     counts = Counter({name: len(found) for name, found in ours.items() if name not in here})
     counted = ", ".join(f"{name} ({count})" for name, count in counts.items())
     line = f"the tracing's hooks wait for engines that are not loaded here: {counted}" if counted else ""
-    return own, [hook for name in here for hook in ours[name]], line
+    return own, [hook for name in here for hook in ours[name]], printable(line)
 
 
 def called(ours: Sequence[HookReport]) -> str:

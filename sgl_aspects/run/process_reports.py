@@ -148,7 +148,7 @@ def read_all(folder: str | Path) -> Iterator[ProcessReport]:
         try:
             with open(file, encoding="utf-8", opener=unfollowed) as opened:
                 yield _decoded(json.load(opened))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{file} is not a report of this version: {error!r}; delete it") from error
 
 
