@@ -23,6 +23,7 @@ from sgl_aspects.tracing.export.failures import FirstFailure
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import ProcessDescribed, RequestBegin
 from tests.support.otlp_receiver import serving
+from tests.support.simulated_run import SimulatedRun
 
 TITLE, HIDDEN = "\x1b]0;owned\x07", "a\x9bb\u202ec\rd"
 
@@ -52,7 +53,13 @@ def test_a_report_of_hooks_is_escaped(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = ["tracing", "sgl-aspects"]
-    hook = {"target": f"{TITLE}:f", "hook": TITLE, "hook_type": "AFTER", "state": "PENDING", "source": source}
+    hook: dict[str, Any] = {
+        "target": f"{TITLE}:f",
+        "hook": TITLE,
+        "hook_type": "AFTER",
+        "state": "PENDING",
+        "source": source,
+    }
     hook |= {"order": 0, "detail": "", "places": [], "calls": 0, "errors": 0, "required": False}
     report = {"hooks": [hook], "stale": [{"target": TITLE, "holder": HIDDEN}], "displaced": [TITLE]}
     process = {"process_id": 7, "command": TITLE, "ended": True, "report": report}
@@ -88,6 +95,23 @@ def test_the_name_of_a_host_is_escaped(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["report", str(file), "-o", str(tmp_path / "page.html")]) == 0
     printed = capsys.readouterr().out
     assert "\\x1b]0;owned" in printed
+    assert printable(printed) == printed
+
+
+def test_the_names_of_two_compared_runs_are_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, factor in (("before", 1), ("after", 3)):
+        run = SimulatedRun(30)
+        for _, span in run.spans:
+            span["name"] += TITLE if span["name"] in ("schedule", "sample") else ""
+            start, end = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
+            span["endTimeUnixNano"] = str(start + (end - start) * factor)
+        run.write(tmp_path / f"{name}.jsonl")
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("before", "after")]
+    assert main(["report", "--compare", *files, "-o", str(tmp_path / "page.html")]) == 1
+    printed = capsys.readouterr().out
+    assert "schedule\\x1b]0;owned\\x07, " in printed
     assert printable(printed) == printed
 
 

@@ -63,21 +63,24 @@ def show(before: Run, after: Run, changes: Sequence[Change], share: float) -> in
     from rich.table import Table
 
     from sgl_aspects.analysis.comparison import regressions
-    from sgl_aspects.terminal import console
+    from sgl_aspects.terminal import console, printable
+
+    def plain(text: str) -> str:  # names are from a file
+        return escape(printable(text))
 
     output = console()
     rows, worse = rows_of(changes), regressions(changes, share)
-    output.print(escape(f"{len(changes)} measures compared, {len(rows)} changed: {after.source}"), end=" ")
-    output.print(escape(f"against {before.source}"))
+    output.print(plain(f"{len(changes)} measures compared, {len(rows)} changed: {after.source}"), end=" ")
+    output.print(plain(f"against {before.source}"))
     if rows:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
         table.add_column("changed", no_wrap=True)
         for heading in ("before", "after", "change", "interval"):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
-            table.add_row(*map(escape, row))
+            table.add_row(*map(plain, row))
         output.print(table)
     if worse:
         names = ", ".join(change.measure for change in worse)
-        output.print(escape(f"Regressions beyond {share:.1%}: {names}"), style="bold red", soft_wrap=True)
+        output.print(plain(f"Regressions beyond {share:.1%}: {names}"), style="bold red", soft_wrap=True)
     return 1 if worse else 0
