@@ -59,7 +59,8 @@ except ModuleNotFoundError as error:
     if error.name != "sgl_aspects":
         raise
     # another interpreter, as of a script's virtual environment: its program is not to fail
-    _say(f"sgl-aspects: {sys.executable} runs untraced: {error}")
+    remedy = "install it there, or run a Python that has it"
+    _say(f"sgl-aspects: {sys.executable} runs untraced: {error}; {remedy}")
 except SystemExit as stop:
     # A required hook is missing. At this point of its start Python would print a long traceback.
     _say(str(stop))

@@ -117,4 +117,5 @@ def test_a_child_of_an_interpreter_without_this_package_runs_untraced(tmp_path: 
     other = str(tmp_path / "other" / "bin" / "python")
     result = command("run", "--level", "0", "--", other, "-c", "print(1)")
     assert (result.returncode, result.stdout) == (0, "1\n")
-    assert result.stderr == f"sgl-aspects: {other} runs untraced: No module named 'sgl_aspects'\n"
+    told = "No module named 'sgl_aspects'; install it there, or run a Python that has it"
+    assert result.stderr == f"sgl-aspects: {other} runs untraced: {told}\n"
