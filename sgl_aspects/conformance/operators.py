@@ -53,7 +53,7 @@ def require_close(
     require(found.shape == right.shape, f"an output of shape {list(right.shape)}", list(found.shape), write)
     found, wanted = found.cpu(), right.isfinite()
     others = int((found.isfinite() != wanted).sum())
-    require(others == 0, f"{int(wanted.sum())} finite numbers, {dtype}", f"{others} others", write)
+    require(others == 0, f"{int(wanted.sum())} finite numbers, {dtype}", f"{others} NaN or infinite", write)
     error, allowed = difference(found, right), TOLERANCES[dtype]
     require(error <= allowed, f"{what}, {dtype}, within {allowed:g}", f"an error of {error:.2g}", write)
     return error / allowed

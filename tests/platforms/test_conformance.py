@@ -25,6 +25,7 @@ from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.runtime.ops import Operator, SiluAndMul
 from tests.support.broken_platforms import FAULTS, POOL_FAULTS, Broken
 from tests.support.broken_runners import HearsNoTensors, ScattersNothing
+from tests.support.processes import command
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +104,7 @@ class BrokenActivation(Broken):
     [
         ("raises", "AttributeError: 'Tensor' object has no attribute 'no_such_kernel' ("),
         ("shape", "[1, 7]"),
-        ("numbers", "48 others"),
+        ("numbers", "48 NaN or infinite"),
         ("nothing", "NoneType"),
         ("pair", "Tensor, NoneType"),
     ],
@@ -119,6 +120,19 @@ def test_an_operator_that_refuses_calls_is_not_said_to_have_served_them() -> Non
     assert result.status == "passed"
     told = "oot.activation_refuses.silu_and_mul, which refused calls that another served, error at most"
     assert result.detail.startswith(told)
+
+
+def test_a_kernel_that_crashes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "crashing.py").write_text("""
+import ctypes
+from sgl_aspects.platforms.cpu import CpuPlatform
+class Crashing(CpuPlatform):
+    def init_backend(self): ctypes.string_at(0)
+""")
+    platform = ("--platform", "crash=crashing:Crashing")
+    done = command("conformance", *platform, "--only", "identity.family", PYTHONPATH=str(tmp_path))
+    assert done.returncode < 0
+    assert 'crashing.py", line 5 in init_backend' in done.stderr
 
 
 def test_kernels_that_cannot_be_registered_are_a_fault_of_their_own() -> None:
