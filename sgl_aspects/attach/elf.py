@@ -26,19 +26,17 @@ class Mapping:
     start: int
     end: int
     permissions: str
-    offset: int
-    path: str
 
 
-def file_mappings(process_id: int) -> list[Mapping]:
+def mapped_files(process_id: int) -> dict[str, list[Mapping]]:
     """Return the files mapped into a process. Raises ``PermissionError`` if this user may not read them."""
-    found = []
+    found: dict[str, list[Mapping]] = {}
     with open(f"/proc/{process_id}/maps", encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
             fields = line.rstrip("\n").split(maxsplit=5)
             if len(fields) == 6 and fields[5].startswith("/"):
                 start, end = (int(part, 16) for part in fields[0].split("-"))
-                found.append(Mapping(start, end, fields[1], int(fields[2], 16), fields[5]))
+                found.setdefault(fields[5], []).append(Mapping(start, end, fields[1]))
     return found
 
 
@@ -90,9 +88,7 @@ class Image:
 
 def python_image(process_id: int) -> Image | None:
     """Return the interpreter's file: libpython, or the executable. None: it is not Python."""
-    by_path: dict[str, list[Mapping]] = {}
-    for mapping in file_mappings(process_id):
-        by_path.setdefault(mapping.path, []).append(mapping)
+    by_path = mapped_files(process_id)
     executable = os.readlink(f"/proc/{process_id}/exe")
     candidates = [path for path in by_path if path == executable or _PYTHON.search(path)]
     for path in sorted(candidates, key=lambda path: "libpython" not in path):
@@ -107,10 +103,7 @@ def python_image(process_id: int) -> Image | None:
 
 def unused_code(process_id: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield places of at least ``size`` bytes that are executable but not code: start, size."""
-    by_path: dict[str, list[Mapping]] = {}
-    for mapping in file_mappings(process_id):
-        by_path.setdefault(mapping.path, []).append(mapping)
-    for path, mappings in by_path.items():
+    for path, mappings in mapped_files(process_id).items():
         if not any(mapping.permissions == "r-xp" for mapping in mappings):
             continue
         try:

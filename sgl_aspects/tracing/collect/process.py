@@ -327,18 +327,6 @@ def _collect_garbage_seldom() -> None:
     gc.set_threshold(200_000, 20, 20)
 
 
-def _start(
-    folder: str, settings: TraceSettings, explainer: Explainer | None, is_restarted: bool
-) -> Collector:
-    """Build the exporters; raises ``ConfigError`` for settings that an exporter or the SDK rejects."""
-    try:
-        return Collector(folder, settings, explainer=explainer, is_restarted=is_restarted)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise _refused(error) from error
-
-
 def main(arguments: Sequence[str], explainer: Explainer | None = None) -> int:
     if not 1 <= len(arguments) <= 2:
         print(__doc__, file=sys.stderr)
@@ -361,7 +349,12 @@ def main(arguments: Sequence[str], explainer: Explainer | None = None) -> int:
         _collect_garbage_seldom()
         # Not its own: closing any descriptor of its lock's file would unlock it.
         clean_up(folder)
-        collector = _start(folder, settings, explainer, is_restarted)
+        try:
+            collector = Collector(folder, settings, explainer=explainer, is_restarted=is_restarted)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise _refused(error) from error
         signal.signal(signal.SIGTERM, lambda *_: collector.end_soon())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         # Not ranked low sooner: on busy processors a short run would end before the collector starts.
