@@ -9,17 +9,19 @@ from sgl_aspects.engines.base import Engine, Outcome, Role
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.engines.discovery import find_engines
 from sgl_aspects.engines.embedded import EMBEDDED
+from sgl_aspects.engines.sglang.diffusion import SGLANG_DIFFUSION
 from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.engines.transformers import TRANSFORMERS
 from sgl_aspects.engines.vllm import VLLM
 
 #: The engines whose rooms are in this package.
-BUILT_IN: tuple[Engine, ...] = (EMBEDDED, SGLANG, TRANSFORMERS, VLLM)
+BUILT_IN: tuple[Engine, ...] = (EMBEDDED, SGLANG, SGLANG_DIFFUSION, TRANSFORMERS, VLLM)
 
 __all__ = [
     "BUILT_IN",
     "EMBEDDED",
     "SGLANG",
+    "SGLANG_DIFFUSION",
     "TRANSFORMERS",
     "VLLM",
     "Engine",

@@ -124,6 +124,8 @@ ADAPTER = "sgl_aspects.adapter"
 ADAPTERS = "sgl_aspects.adapters"
 #: For prefill and decode on two servers.
 KV_TRANSFER_BYTES = "sgl_aspects.kv_transfer.bytes"
+#: For an image or a video: what its request asked for. Each is a step.
+DENOISE_STEPS = "sgl_aspects.denoise.steps"
 
 # -- attributes of a process's resource ----------------------------------------------------------------
 
@@ -207,8 +209,13 @@ GRAMMAR = SpanType("grammar", {GRAMMAR_KIND: str})
 #: For a prompt prefilled by one server and decoded by another.
 BOOTSTRAP = SpanType("bootstrap", {FINISH_REASON: str})
 KV_TRANSFER = SpanType("kv_transfer", {FINISH_REASON: str, KV_TRANSFER_BYTES: int})
+#: For an image or a video: its prompt encoded and its noise made; denoised; decoded and written.
+ENCODE = SpanType("encode", {FINISH_REASON: str})
+DENOISE = SpanType("denoise", {FINISH_REASON: str, DENOISE_STEPS: int})
+DECODE_LATENTS = SpanType("decode_latents", {FINISH_REASON: str})
+_OF_IMAGES = (ENCODE, DENOISE, DECODE_LATENTS)
 #: The phases of a request, one at a time, between and after the chunks of its prompt.
-PHASES = {type.name: type for type in (QUEUE, GRAMMAR, BOOTSTRAP, KV_TRANSFER, DECODE)}
+PHASES = {type.name: type for type in (QUEUE, GRAMMAR, BOOTSTRAP, KV_TRANSFER, DECODE, *_OF_IMAGES)}
 
 # -- spans of a step -----------------------------------------------------------------------------------
 

@@ -14,7 +14,10 @@ from typing import Any
 from tests.support.engine_server import Answer
 from tests.support.otlp_receiver import Receiver, Span, http_receiver
 
-PHASES = ("grammar", "bootstrap", "kv_transfer", "queue", "prefill", "decode")
+PHASES = (
+    *("grammar", "bootstrap", "kv_transfer", "queue", "prefill", "decode"),
+    *("encode", "denoise", "decode_latents"),  # of an image
+)
 #: A request that was seen in part, or has no usage.
 _IN_PART = ("error.type", "sgl_aspects.attached", "sgl_aspects.detached")
 

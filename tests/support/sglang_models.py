@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_aspects.runtime.loader.gguf_file import GGUFCheckpoint
-from tests.support.tiny_models import make_llama
+from tests.support.tiny_models import make_llama, make_tokenizer
 
 
 def make_mini(folder: Path) -> Path:
@@ -58,6 +58,50 @@ def make_eagle(model: Path, folder: Path) -> Path:
     folder.mkdir()
     save_file(tensors, str(folder / "model.safetensors"))
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    return folder
+
+
+def make_diffusion(folder: Path) -> Path:
+    """A random Z-Image of a layer with its text encoder and decoder of images: a step takes 10 ms."""
+    import torch
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        ZImagePipeline,
+        ZImageTransformer2DModel,
+    )
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
+
+    torch.manual_seed(7)
+    width, heads = 64, 2
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer(), pad_token="<|text|>", eos_token="<|end|>"
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    encoder = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=width // heads,
+    )
+    of_transformer = {"n_heads": heads, "n_kv_heads": heads, "n_layers": 1, "n_refiner_layers": 1}
+    of_transformer |= {"dim": width, "cap_feat_dim": width}
+    transformer = ZImageTransformer2DModel(axes_dims=[8, 12, 12], **of_transformer)
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    decoder = AutoencoderKL(
+        **blocks, block_out_channels=[8, 8], latent_channels=16, norm_num_groups=4, shift_factor=0.1
+    )
+    pipeline = ZImagePipeline(
+        FlowMatchEulerDiscreteScheduler(shift=3.0), decoder, Qwen3Model(encoder), tokenizer, transformer
+    )
+    pipeline.to(torch.bfloat16).save_pretrained(folder)
+    # SGLang has names of its own for these.
+    config = folder / "transformer" / "config.json"
+    more = {"num_attention_heads": heads, "num_layers": 1}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **more}))
     return folder
 
 

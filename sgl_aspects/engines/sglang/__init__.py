@@ -3,6 +3,7 @@
     roles.py            which of its functions plays which role in a trace
     details.py          the same for level 4
     speculation.py      drafts, and the functions that make them
+    diffusion.py        the same for its other engine, which makes images and videos
     adoption.py         weaves the hooks that plugins register with SGLang's own registry
     operator_targets.py, operators.py, layers.py
                         operator dispatch in its fused layers

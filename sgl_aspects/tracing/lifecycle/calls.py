@@ -348,9 +348,11 @@ class CallTracker:
             if answer is not None and answer is not call:
                 self.record(answer, problem or "unfinished")
         exchange = call.exchange
-        if call.ends_with_exchange and not problem and exchange is not None:
-            exchange.at_end.append(partial(self._end_streamed, call, exchange))
-            return
+        if call.ends_with_exchange and not problem:
+            if exchange is not None:
+                exchange.at_end.append(partial(self._end_streamed, call, exchange))
+                return
+            call.reason = self._reason(call.latest) if call.latest else None
         if call.reason is not None or (call.is_group and (is_closed or not call.answers_left)):
             problem = call.problem  # the answer is complete
         self.fail(call, problem)

@@ -15,6 +15,7 @@ _OPERATIONS = {
     "embeddings": ("/embeddings", "/embed", "/encode", "/pooling", "/classify"),
     "rerank": ("/rerank", "/score"),
     "text_completion": ("/completions", "/generate"),
+    "generate_content": ("/images/generations", "/images/edits", "/videos"),
 }
 
 

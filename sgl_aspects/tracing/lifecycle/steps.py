@@ -127,7 +127,7 @@ class StepTracker(native.Tracker):
         self._nowhere = OpenSteps.in_memory()
 
     def begin(
-        self, now: int, batch: Any, mode: str, size: int, tokens: int, shared_id: int = 0
+        self, now: int, batch: Any, mode: str, size: int, tokens: int | None, shared_id: int = 0
     ) -> Step | None:
         """Open the step of a launched batch; None if it is not to be recorded.
 

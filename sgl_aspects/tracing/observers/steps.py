@@ -48,6 +48,8 @@ class StepObserver(native.StepPath):
         self.busy = None  # the scheduler, while the latest metrics show it at work
         call, reader = engine.call_reader, engine.reader
         self._ran = call("run_batch", "batch")
+        #: Whether a function processes the results of batches; otherwise a step ends with its run.
+        self._is_processed = "process_batch_result" in engine.roles
         self._processing = call("process_batch_result", "scheduler")
         self._processed_batch = call("process_batch_result", "batch")
         self._result = call("process_batch_result", "result")
@@ -108,7 +110,7 @@ class StepObserver(native.StepPath):
         return engine.reader(name) if is_path else source
 
     def observations(self) -> list[Observation]:
-        in_python = "" if native.compiled is not None else "_"
+        in_python = "" if native.compiled is not None and self._is_processed else "_"
         parts = {
             "run_batch": "run",
             "process_batch_result": "process",
@@ -176,7 +178,7 @@ class StepObserver(native.StepPath):
         prefill: list[Chunk] | None = None
         if not self.decodes:
             prefill = self._launch_prompts(batch, now)
-            tokens = self._num_tokens(batch) or 0
+            tokens = self._num_tokens(batch)
         else:
             tokens = size
             if requests.preempted_requests:
@@ -200,13 +202,14 @@ class StepObserver(native.StepPath):
         now = monotonic_ns()
         step.words[step.block + layout.RUN_END] = now
         step.words[step.block + layout.STEP_NUMBER] = figure(self._step_number(step.batch))
-        if error is None:
+        if error is None and self._is_processed:
             self.tracker.launched(step, result)
             return
         problem = error_type(error)
         if step.prefill:
             self._requests.prefilled(step.prefill, problem)
-        self.tracker.fail(step, 1 << layout.CHILD_RUN_BATCH, problem)
+        if problem:
+            self.tracker.fail(step, 1 << layout.CHILD_RUN_BATCH, problem)
         self.tracker.end(step, now)
 
     def _meet_mode(self, mode: Any) -> None:
