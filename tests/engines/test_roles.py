@@ -48,6 +48,29 @@ def test_a_required_role_that_is_missing_is_one_error_as_the_engine_starts(
         assert part in error
 
 
+def test_a_step_ends_with_its_run_where_no_function_processes_results(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in.write("hare.py", "class Scheduler:\n    def run(self, batch): return 6 / batch\n")
+    attributes = {"batch.mode": lambda batch: "denoise", "batch.reqs": lambda batch: ["r"]}
+    hare = Engine("hare", "hare", {"run_batch": Role(("hare:Scheduler.run",), ("_", "batch"))}, attributes)
+    monkeypatch.setattr(observers, "find_engines", lambda: (hare,))
+    recorder = Memory()
+    undo = observers.weave_observers(recorder)
+    try:
+        scheduler = stand_in.load("hare").Scheduler()
+        assert scheduler.run(2) == 3
+        with pytest.raises(ZeroDivisionError):
+            scheduler.run(0)
+    finally:
+        for step in reversed(undo):
+            step()
+    whole, failed = [span for span in recorder.ended if span.type.name == "scheduler.step"]
+    assert dict(zip(whole.type.attributes, whole.values))["sgl_aspects.batch.tokens"] is None
+    assert [whole.error, failed.error] == ["", "ZeroDivisionError"]
+    assert {span.type.name for span in recorder.ended} == {"scheduler.step", "run_batch"}
+
+
 HARE = "from sgl_aspects.engines import Engine, Role\n"
 
 
