@@ -1,6 +1,6 @@
 """Aspects in pytest: hooks for the length of a test, and the spans of what it ran.
 
-    pytest examples/test_with_aspects.py
+    pytest examples/test_with_aspects.py      # in this checkout, whose settings need pytest-timeout
 
 The fixtures `woven` and `captured_spans` are there wherever sgl-aspects is installed.
 """

@@ -52,4 +52,5 @@ def console() -> Console:
     """Return a console for tables on the standard output, whose lines break on a terminal only."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it is closed
+    return Console(highlight=False, width=None if is_terminal else _PIPE_WIDTH)

@@ -55,6 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     output = arguments.output or Path(_FORMATS[arguments.format])
     if arguments.compare:
+        others = arguments.sources + (["--format perfetto"] if arguments.format == "perfetto" else [])
+        if others:
+            raise ConfigError(f"--compare A B makes a page of two runs: leave out {' '.join(others)}")
         return _compare(arguments.compare, output, arguments.beyond, arguments.open)
     found = load_runs(arguments.sources)
     if not found.spans:

@@ -115,3 +115,13 @@ def test_runs_without_enough_to_compare(tmp_path: Path, capsys: pytest.CaptureFi
     small = str(run.write(tmp_path / "small.jsonl"))
     assert main(["report", "--compare", small, small]) == 2
     assert "each needs 20 requests" in capsys.readouterr().err
+
+
+def test_a_comparison_is_a_page_of_two_runs(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared = ["report", "--compare", files["one"], files["same"]]
+    for further in (["--format", "perfetto"], [files["slower"]]):
+        assert main([*compared, *further]) == 2
+        told = f"--compare A B makes a page of two runs: leave out {' '.join(further)}"
+        assert told in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,12 @@ def test_an_output_without_unicode_has_the_table_too(file: Path) -> None:
     assert " µs " in whole
     assert plain.isascii()
     assert " us " in plain
+
+
+def test_without_an_output_nothing_is_shown(file: Path) -> None:
+    program = (*(sys.executable, "-m", "sgl_aspects", "why", "slowest"), str(file))
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_may_be_left_out_is_not_said_to_be_required(capsys: pytest.CaptureFixture[str]) -> None:
