@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -118,7 +119,7 @@ def _chosen(
     phases = run.phases.get(request.id)
     times = phases.until(request.end_ns or now_ns) if phases else {}
     elsewhere = request.seconds(now_ns) - sum(times.values())
-    text = Text.assemble((one_line(request.id, 60), "bold"), (f" {request.model}", "dim"))
+    text = Text.assemble((one_line(request.id, 60), "bold"), (f" {one_line(request.model, 40)}", "dim"))
     for phase, seconds in {**times, "elsewhere": max(0.0, elsewhere)}.items():
         text.append(f"  {phase} ", style=STYLES.get(phase, "dim"))
         text.append(duration(seconds))
@@ -127,7 +128,8 @@ def _chosen(
         if culprits:
             text.append(f": {one_line(culprits[0], 40)}", style="bold")
             text.append(f" and {len(culprits) - 1} more" if len(culprits) > 1 else "", style="dim")
-    text.append(f"\nWhy: sgl-aspects why {one_line(request.id, 60)} {run.folder}", style="dim")
+    why = shlex.join(["sgl-aspects", "why", one_line(request.id, 60), str(run.folder)])
+    text.append(f"\nWhy: {why}", style="dim")
     return text
 
 

@@ -32,7 +32,7 @@ from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
 from sgl_aspects.tracing.schema import DECODE, QUEUE, REQUEST, STEP
 from sgl_aspects.view.live import LiveRun, Second
-from sgl_aspects.view.top_screen import screen, spark
+from sgl_aspects.view.top_screen import View, screen, spark
 from tests.support import workers
 from tests.support.processes import command
 
@@ -77,9 +77,9 @@ def live(served: Served) -> Iterator[LiveRun]:
     live.close()
 
 
-def shown(live: LiveRun, width: int, height: int = 40) -> str:
+def shown(live: LiveRun, width: int, height: int = 40, view: View | None = None) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False, force_terminal=False)
-    console.print(screen(live, live.controls(), width, height))
+    console.print(screen(live, live.controls(), width, height, view or View()))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -339,6 +339,22 @@ def test_only_the_server_fails(error: str, status: int | None, outcome: str, tmp
     (ended,) = [each for second in live.seconds.values() for each in second.finished]
     live.close()
     assert (ended.outcome, ended.is_error) == (outcome, outcome == "failed")
+
+
+def test_what_a_client_names_acts_on_no_terminal_and_on_no_shell(tmp_path: Path) -> None:
+    recorder, named = RingRecorder(str(tmp_path), level=3), "one; reboot"
+    recorder.write(
+        RequestBegin(
+            *(5, named, time.monotonic_ns(), *context.new(), "chat"),
+            {"gen_ai.request.model": "\x1b]0;owned\x07"},
+        )
+    )
+    live = LiveRun(tmp_path)
+    live.poll()
+    text = shown(live, 120, view=View(selected=named))
+    live.close()
+    assert "\x1b" not in text
+    assert "why 'one; reboot'" in text
 
 
 def test_an_idle_scheduler_has_no_batch(tmp_path: Path) -> None:
