@@ -233,7 +233,7 @@ class Decoder:
             if value >> (128 if name == "trace_id" else 64) or (not value and name == "trace_id"):
                 raise DamagedError(f"{name} {value}")
             return value
-        if kind is str:
+        if name == "name":
             return encodable(value)
         return self._named(value) if kind is dict else value
 
