@@ -23,6 +23,7 @@ from sgl_aspects.weaving.attributes import (
     holds,
     inherited,
     is_class,
+    namespace,
 )
 from sgl_aspects.weaving.chain import build_chain
 from sgl_aspects.weaving.descriptors import C_CALLABLES, Slot, callable_in, opened
@@ -251,7 +252,9 @@ class FunctionJoinPoint(JoinPoint):
             or current(owner, self.place.name) is not self.standing  # it holds another object
         ):
             return UNKNOWN
-        key = (kind, self.place.part, inherits, self.installed, self.woven.applied)
+        # The woven function has the `__wrapped__` of a decorated one, and not that one itself.
+        decorated = "__wrapped__" in namespace(self.inner)
+        key = (kind, self.place.part, inherits, self.installed, self.woven.applied, decorated)
         if key not in _baselines:
             _baselines[key] = _measure(*key)
         outer, inner = self.count_references()
@@ -266,23 +269,30 @@ class FunctionJoinPoint(JoinPoint):
         )
 
 
-_STAND_INS: dict[type, Callable[[], Any]] = {
-    types.FunctionType: lambda: lambda: None,
-    classmethod: lambda: classmethod(lambda cls: None),
-    staticmethod: lambda: staticmethod(lambda: None),
-    property: lambda: property(lambda self: None, lambda self, value: None, lambda self: None),
-    functools.cached_property: lambda: functools.cached_property(lambda self: None),
-    type(functools.lru_cache(len)): lambda: functools.lru_cache(lambda: None),
+_STAND_INS: dict[type, Callable[[Callable[[], Any]], Any]] = {
+    types.FunctionType: lambda make: make(),
+    classmethod: lambda make: classmethod(make()),
+    staticmethod: lambda make: staticmethod(make()),
+    property: lambda make: property(make(), make(), make()),
+    functools.cached_property: lambda make: functools.cached_property(make()),
+    type(functools.lru_cache(len)): lambda make: functools.lru_cache(make()),
 }
-"""How to make an attribute's value of each type whose references are counted."""
+"""How to make an attribute's value, of each type whose references are counted, from functions."""
 
-_baselines: dict[tuple[type, str, bool, bool, bool], Extra] = {}
+_baselines: dict[tuple[type, str, bool, bool, bool, bool], Extra] = {}
 """The reference counts of such a value without other referrers than its owner and join point, by
-(type, part, inherited, installed, applied)."""
+(type, part, inherited, installed, applied, decorated)."""
 
 
-def _measure(kind: type, part: str, inherits: bool, installed: bool, applied: bool) -> Extra:
-    owner = type("StandIn", (), {"f": _STAND_INS[kind]()})
+def _measure(kind: type, part: str, inherits: bool, installed: bool, applied: bool, decorated: bool) -> Extra:
+    def make() -> Any:
+        def function() -> None: ...
+
+        if decorated:
+            function.__dict__["__wrapped__"] = None
+        return function
+
+    owner = type("StandIn", (), {"f": _STAND_INS[kind](make)})
     raw = current(owner, "f")
     if inherits:
         owner = type("Derived", (owner,), {})

@@ -150,3 +150,48 @@ def test_a_new_subclass_costs_the_same_with_many_subclasses_as_with_few() -> Non
         many, _ = calls_of(lambda: kept.append(derive()))
         assert [made().m() for made in kept] == [6] * len(kept)
         assert many < few * 1.1
+
+
+DECORATED = """
+import functools
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args): return function(*args)
+    return wrapper
+@decorated
+def f(): return 1
+class A:
+    @decorated
+    def m(self): return 1
+    @classmethod
+    @decorated
+    def c(cls): return 1
+    @staticmethod
+    @decorated
+    def s(): return 1
+    @property
+    @decorated
+    def p(self): return 1
+    @functools.cached_property
+    @decorated
+    def lazy(self): return 1
+"""
+
+
+@pytest.mark.parametrize("path", ["f", "A.m", "A.c", "A.s", "A.p", "A.lazy"])
+def test_one_other_reference_to_a_decorated_function_is_enough_for_a_pass(path: str) -> None:
+    """Its `__wrapped__` while it is hooked is not itself, so that it has a reference less than others."""
+    with module_of(DECORATED) as engine:
+        owner: Any = engine.A if "." in path else engine
+        name = path.rpartition(".")[2]
+        holders: list[list[Any]] = [[vars(owner)[name]]]
+        function = getattr(holders[0][0], "func", None) or getattr(holders[0][0], "__func__", None)
+        if function is not None or name == "p":
+            holders.append([function or holders[0][0].fget])
+        before = [id(holder[0]) for holder in holders]  # and no further reference
+        del function
+        for _ in range(2):
+            with aspects.woven(around(f"engine:{path}")):
+                assert holders[0][0] is vars(owner)[name]
+                assert not {id(holder[0]) for holder in holders} & set(before)
+            assert [id(holder[0]) for holder in holders] == before
