@@ -148,7 +148,7 @@ def test_another_users_runtime_folder_is_not_used(
     folders: Shared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folders.theirs))
-    monkeypatch.setattr("sgl_aspects.run.folder._has_room", lambda folder: folder != "/dev/shm")
+    monkeypatch.setattr("sgl_aspects.run.folder._has_room", lambda folder, _: folder != "/dev/shm")
     folder = make_run_folder()
     try:
         assert folders.theirs not in Path(folder).parents
