@@ -126,6 +126,8 @@ def step(number, error=None, processing=None, size=4, level=3):
     work = (lambda: (drafted(), forward(), fed())) if number in (6, 10, 21, 25) else forward
     launched = ((scheduler,), {"batch": batch}) if number in (7, 8) else ((scheduler, batch), {})
     call("run_batch", launched[0], result, error, inside=work, **launched[1])
+    if number in (25, 26):
+        call("draft", ())
     if error is None:
         call("process_batch_result", (scheduler, batch, result), None, processing)
 

@@ -938,6 +938,8 @@ draft_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UN
     if (!is_none(forward->step))
         Py_RETURN_NONE; /* in another one */
     Step *step = (Step *)tracker->running;
+    if (is_none((PyObject *)step) && has_any(tracker->in_flight)) /* launched already */
+        step = (Step *)PyList_GET_ITEM(tracker->in_flight, PyList_GET_SIZE(tracker->in_flight) - 1);
     uint64_t *words = is_step((PyObject *)step) && step->id ? words_of(step) : NULL;
     if (words == NULL)
         return OTHER_CASE;
