@@ -34,8 +34,9 @@ _BYTECODE_SECONDS = 1.0
 _WAITING_SECONDS = 0.2
 _START_SECONDS = 10.0
 
-# Name spaces are its own; nothing is imported and nothing is put into any module.
-_LINE = "exec({start!r}, {{'__name__': 'sgl_aspects_attach', 'path': {path!r}}})\n"
+# Name spaces are its own: nothing is imported, nothing is put into any module, and no function of the
+# program's that is named like a built-in one is called.
+_LINE = "__import__('builtins').exec({start!r}, {{'__name__': 'sgl_aspects_attach', 'path': {path!r}}})\n"
 # An exception that left it would end the process with a SystemError, as from a pending call that fails. A
 # Ctrl-C that comes here is the program's.
 _START = """

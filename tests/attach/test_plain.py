@@ -229,6 +229,14 @@ def test_a_program_that_can_start_no_thread_goes_on(tmp_path: Path) -> None:
         assert program.said == ["x"]
 
 
+def test_a_program_with_functions_that_are_named_like_pythons_goes_on(tmp_path: Path) -> None:
+    source = "import time\nexec = open = globals = dict = None\nprint('x', flush=True)\n"
+    with running(tmp_path, source=f"{source}while True: time.sleep(0.001)") as program:
+        _run_marks(program, 2)
+        assert program.lives()
+        assert program.said == ["x"]
+
+
 _BUSY = """
 import hashlib, os, threading, sys
 def allocate():
