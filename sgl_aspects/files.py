@@ -40,20 +40,35 @@ def private(path: str, flags: int) -> int:
 
     :raises PermissionError: it is another user's.
     """
-    trusted = (0, os.geteuid())
+    trusted, folder = (0, os.geteuid()), os.stat(os.path.dirname(path) or ".")
+
+    def require_trusted(status: os.stat_result) -> None:
+        what = None
+        if status.st_uid not in trusted and not stat.S_ISCHR(status.st_mode):  # a terminal has its own user
+            what = f"it is user {status.st_uid}'s; name another file"
+        elif stat.S_ISREG(status.st_mode) and status.st_nlink > 1 and not is_ours:
+            what = "it has another name, and another user may have given it this one; name another file"
+        if what is not None:
+            raise PermissionError(errno.EPERM, what, path)
+
+    is_ours = folder.st_uid in trusted and not folder.st_mode & 0o022
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISLNK((found := os.lstat(path)).st_mode):
+            require_trusted(found)  # already here: opening a pipe would wait for its other end
     try:
         descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        if not {os.lstat(path).st_uid, os.stat(os.path.dirname(path) or ".").st_uid} <= {*trusted}:
+        if not {os.lstat(path).st_uid, folder.st_uid} <= {*trusted}:
             what = "it is another user's link, or in that user's folder; name another file"
             raise PermissionError(errno.EPERM, what, path) from error
         return os.open(path, flags, 0o600)
-    status = os.fstat(descriptor)
-    if status.st_uid not in trusted and not stat.S_ISCHR(status.st_mode):  # a terminal has its own user
+    try:
+        require_trusted(status := os.fstat(descriptor))
+    except PermissionError:
         os.close(descriptor)
-        raise PermissionError(errno.EPERM, f"it is user {status.st_uid}'s; name another file", path)
+        raise
     if flags & os.O_TRUNC and stat.S_ISREG(status.st_mode):
         os.ftruncate(descriptor, 0)
     return descriptor

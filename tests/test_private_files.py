@@ -84,14 +84,28 @@ def folders() -> Iterator[Shared]:
         yield found
 
 
-@pytest.mark.parametrize("is_link", [False, True], ids=["a file", "a link to root's file"])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("file", f"user {NOBODY}'s; name another file"),
+        ("link", "another user's link"),
+        ("pipe", f"user {NOBODY}'s; name another file"),
+        ("hard link", "another user may have given it this one"),
+    ],
+)
 def test_a_file_whose_name_another_user_took_is_not_written(
-    is_link: bool, folders: Shared, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    kind: str, told: str, folders: Shared, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The others would read what is recorded, or root's file be lost; not every kernel forbids it in /tmp."""
     precious, named = _made(folders.ours / "precious"), folders.theirs / "traces.jsonl"
-    named.symlink_to(precious) if is_link else _made(named)
-    os.chown(named, NOBODY, NOBODY, follow_symlinks=False)
+    if kind == "pipe":
+        os.mkfifo(named)
+    elif kind == "hard link":
+        named.hardlink_to(precious)
+    else:
+        named.symlink_to(precious) if kind == "link" else _made(named)
+    if kind != "hard link":
+        os.chown(named, NOBODY, NOBODY, follow_symlinks=False)
     spans = tmp_path / "spans.jsonl"
     with attach(file=str(spans)) as session:
         begin(session, "r")()
@@ -99,8 +113,8 @@ def test_a_file_whose_name_another_user_took_is_not_written(
     assert main(["report", str(spans), "-o", str(named)]) == 2
     assert main(["run", f"--file={named}", "--", "true"]) == 2
     printed = capsys.readouterr().err
-    assert printed.count("another user's link" if is_link else f"user {NOBODY}'s; name another file") == 3
-    assert (precious if is_link else named).read_bytes() == b"old"
+    assert printed.count(told) == 3
+    assert (named if kind == "file" else precious).read_bytes() == b"old"
 
 
 def test_a_link_of_ones_own_is_followed(tmp_path: Path) -> None:
