@@ -42,6 +42,9 @@ class Cause(Enum):
     QUEUED_BATCH_FULL = "queued: batch full"
     QUEUED_IDLE = "queued: the scheduler ran no step"
     TRANSFER = "KV transfer"
+    ENCODE = "its prompt is encoded"
+    DENOISE = "denoise"
+    DECODE_LATENTS = "its image is decoded"
     PREFILL = "own prefill"
     OTHERS_PREFILL = "others' prefill in its steps"
     DECODE = "decode on the device"
@@ -58,6 +61,9 @@ _WHOLE = {
     schema.GRAMMAR.name: (Cause.GRAMMAR, Cause.HOST),
     schema.BOOTSTRAP.name: (Cause.TRANSFER, Cause.HOST),
     schema.KV_TRANSFER.name: (Cause.TRANSFER, Cause.HOST),
+    schema.ENCODE.name: (Cause.ENCODE, Cause.HOST),
+    schema.DENOISE.name: (Cause.DENOISE, Cause.HOST),
+    schema.DECODE_LATENTS.name: (Cause.DECODE_LATENTS, Cause.DELIVERY),
     _DETOKENIZE: (Cause.DETOKENIZE, Cause.DELIVERY),
 }
 
@@ -161,7 +167,7 @@ class Causes:
         """Divide the request's duration among its causes; that of several answers by those it waited for."""
         found = Explanation(request)
         now, phase = request.start_ns, Cause.FRONT_END
-        if self._waits_for_a_prompt(request):
+        if self._is_sent_at_once(request):
             phase = Cause.HAND_OVER
         decoded: set[str] = set()
         was_preempted = False
@@ -242,11 +248,12 @@ class Causes:
         found = [span for one in served for span in self._children[one.span_id] if span.name in names]
         return sorted(found, key=lambda span: (span.name == _DETOKENIZE, span.start_ns))
 
-    def _waits_for_a_prompt(self, request: Span) -> bool:
-        """Return whether it is one of several answers, sent when their prompt is in the prefix cache."""
+    def _is_sent_at_once(self, request: Span) -> bool:
+        """Return whether it is an image, or one of several answers whose prompt is in the prefix cache."""
         is_one_of_several = not request.is_server or request.number(_CHOICES) > 1
         names = {span.name for span in self._children[request.span_id]}
-        return is_one_of_several and _QUEUE in names and _TOKENIZE not in names
+        is_for_image = schema.ENCODE.name in names
+        return (is_one_of_several or is_for_image) and _QUEUE in names and _TOKENIZE not in names
 
     def _awaited(self, request: Span) -> Iterator[Span]:
         """Yield the answers that a request waited for: the last, and the one that ended before that began."""

@@ -16,8 +16,8 @@ from sgl_aspects.tracing.records import Latest, RequestBegin
 
 # Those that causes are read from, beside the requests.
 _READ = {
-    *(one.name for one in (schema.STEP, schema.FORWARD, schema.TOKENIZE, schema.QUEUE, schema.GRAMMAR)),
-    *(one.name for one in (schema.BOOTSTRAP, schema.KV_TRANSFER, schema.PREFILL, schema.DECODE)),
+    *schema.PHASES,
+    *(one.name for one in (schema.STEP, schema.FORWARD, schema.TOKENIZE, schema.PREFILL)),
     schema.DETOKENIZE.name,
 }
 # Cap on spans held, and on requests known: some kilobytes for each step of the last minutes.

@@ -67,6 +67,23 @@ def several() -> list[Span]:
     ]  # fmt: skip
 
 
+def test_an_image_takes_the_time_of_its_phases_and_of_those_before_it() -> None:
+    times = {"queue": (400, 410), "encode": (410, 430), "denoise": (430, 900), "decode_latents": (900, 980)}
+    own = [span(name, *bounds, "image", trace="trace of image") for name, bounds in times.items()]
+    steps = [step(start, start + 100, ["image"], "denoise") for start in (450, 600, 800)]
+    whole = request("image", 0, 1000)
+    found = Causes([whole, *own, *steps]).explain(whole).seconds
+    expected = {
+        Cause.HAND_OVER: 0.4,
+        Cause.QUEUED_IDLE: 0.01,
+        Cause.ENCODE: 0.02,
+        Cause.DENOISE: 0.47,
+        Cause.DECODE_LATENTS: 0.08,
+        Cause.DELIVERY: 0.02,
+    }
+    assert {cause: seconds for cause, seconds in found.items() if seconds} == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     "text",
     ["493b5", "'493b5'", '"493b5"', "493b…", "493", "cmpl-493b5", "'chatcmpl-493b…'", "trace of 493b5"],
