@@ -16,7 +16,10 @@ def show(paths: Sequence[str], *, as_json: bool) -> int:
     engine = max(find_engines(), key=lambda one: sum(_found(source, one) for source in sources))
     if not any(_found(source, engine) for source in sources):
         known = ", ".join(one.name for one in find_engines())
-        raise ConfigError(f"{', '.join(paths)}: no role of any engine is there (known engines: {known})")
+        raise ConfigError(
+            f"{', '.join(paths)}: no role of any engine is there: name a wheel, or the folder that holds the "
+            f"engine's package (known engines: {known})"
+        )
     columns = [list(source.find_roles(engine)) for source in sources]
     if as_json:
         print(

@@ -51,6 +51,13 @@ def test_every_command_of_the_table_is_listed() -> None:
         assert one.help in " ".join(printed.split())
 
 
+def test_doctor_says_which_folder_of_an_engine_to_name(tmp_path: Path) -> None:
+    told = command("doctor", "--engine", tmp_path).stderr
+    assert (
+        "no role of any engine is there: name a wheel, or the folder that holds the engine's package" in told
+    )
+
+
 @pytest.mark.parametrize("name", ["run", "attach", "control"])
 def test_the_help_names_every_level(name: str) -> None:
     assert "2 + scheduler, 3 + forward, 4 + layers" in " ".join(output_of(command(name, "--help")).split())
