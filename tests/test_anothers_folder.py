@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from sgl_aspects import isolated
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.run.collector import collector_state
+from sgl_aspects.run.collector import collector_state, how_to_start
 from sgl_aspects.run.folder import make_run_folder, remove_run_folder
 from sgl_aspects.run.requests import prepare_from_environment
 from sgl_aspects.tracing import attach
@@ -91,11 +92,28 @@ def test_root_reads_no_record_that_another_user_may_have_written(
 
 
 @pytest.mark.timeout(60)
-def test_root_does_not_wait_for_a_pipe_in_another_users_run(ring: Path) -> None:
-    os.mkfifo(ring.parent / "collector.lock")
+@pytest.mark.parametrize("name", ["collector.lock", "collector.json"])
+def test_root_does_not_wait_for_a_pipe_in_another_users_run(ring: Path, name: str) -> None:
+    (ring.parent / "collector.lock").write_text("1")
+    (ring.parent / name).unlink(missing_ok=True)
+    os.mkfifo(ring.parent / name)
     give_away(ring.parent)
     assert main(["control", "--run", str(ring.parent)]) == 2
     assert str(collector_state(ring.parent)) in ("not running", "None")
+    assert how_to_start(ring.parent).startswith("start it again")
+
+
+@pytest.mark.parametrize("settings", ['{"OTEL_\\u001b]0;owned\\u0007": null}', "[1]", "{"])
+@pytest.mark.parametrize("lock", ["1", "one"])
+def test_root_is_not_told_what_another_users_run_says_of_its_collector(
+    ring: Path, settings: str, lock: str
+) -> None:
+    (ring.parent / "collector.json").write_text(settings)
+    (ring.parent / "collector.lock").write_text(lock)
+    give_away(ring.parent)
+    state = collector_state(ring.parent)
+    assert state is None or str(state) == "not running"
+    assert how_to_start(ring.parent).startswith("start it again")
 
 
 def test_root_opens_no_link_as_a_ring(ring: Path, folders: Shared) -> None:
@@ -107,9 +125,11 @@ def test_root_opens_no_link_as_a_ring(ring: Path, folders: Shared) -> None:
 
 
 def test_root_collects_no_run_of_another_user(ring: Path, folders: Shared) -> None:
-    """Its lock is a link to one of root's files."""
+    """Its settings would name root's files, and its lock is a link to one."""
     kept = folders.ours / "kept"
     kept.write_text("precious " * 9)
+    settings = {"OTEL_TRACES_EXPORTER": "otlp-json-file", "ASPECTS_TRACE_FILE": str(kept)}
+    (ring.parent / "collector.json").write_text(json.dumps(settings))
     (ring.parent / "collector.lock").symlink_to(kept)
     give_away(ring.parent)
     command = isolated.python("sgl_aspects.collector", str(ring.parent))

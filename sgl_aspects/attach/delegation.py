@@ -31,19 +31,14 @@ from sgl_aspects import isolated
 from sgl_aspects.attach.process_tree import Process
 from sgl_aspects.attach.rights import Owner
 from sgl_aspects.errors import AttachError
+from sgl_aspects.run.collector import is_for_collector
 from sgl_aspects.terminal import printable
 
 _READ_BYTES = 1 << 16
 _LOOK_SECONDS = 0.1
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# Prefixes of what is passed on of root's environment: OpenTelemetry's variables and the tracer's, proxies and
-# certificates, for the collector; how texts are shown, and where packages are.
-_KEPT = (
-    *("OTEL_", "SGL_ASPECTS_TRACE", "ASPECTS_TRACE", "GRPC_"),
-    *("SGL_ASPECTS_CONTROL_FROM", "ASPECTS_CONTROL_FROM"),
-    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_"),
-    *("LANG", "LANGUAGE", "LC_", "TZ", "NO_COLOR", "PYTHONPATH"),
-)
+# Of root's environment, besides what the collector reads: how texts are shown, and where packages are.
+_KEPT = ("LANG", "LANGUAGE", "LC_", "TZ", "NO_COLOR", "PYTHONPATH")
 
 _PARENT_DEATH_SIGNAL, _NO_NEW_PRIVILEGES, _AMBIENT, _CLEAR_ALL = 1, 38, 47, 4
 _JOIN_SESSION, _THIS_PROCESS = 1, 1
@@ -201,7 +196,7 @@ def _size(limit: int) -> float:
 
 def _environment(owner: Owner, ours: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that say what to record and where to send it, and the owner's own."""
-    kept = {name: value for name, value in ours.items() if name.upper().startswith(_KEPT)}
+    kept = {name: value for name, value in ours.items() if is_for_collector(name) or name.startswith(_KEPT)}
     try:
         entry = pwd.getpwuid(owner.user)
     except KeyError:

@@ -127,10 +127,7 @@ def _attach(
             # ring is full.
             if collector is None and not answer.error:
                 collector = CollectorProcess(
-                    str(run.folder),
-                    settings.collector_environment(),
-                    settings.prints(),
-                    keeps=settings.keep_run_folder,
+                    str(run.folder), settings.collector_environment(), settings.prints()
                 )
         if collector is None:
             raise AttachError(f"nothing is attached to: {problem}")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from sgl_aspects.errors import AttachError
 from sgl_aspects.run import prepared
-from sgl_aspects.run.collector import collector_state
-from sgl_aspects.run.folder import REMOVABLE, remove_run_folder, runs, seal_run
+from sgl_aspects.run.collector import collector_settings, collector_state
+from sgl_aspects.run.folder import remove_run_folder, runs, seal_run
 from sgl_aspects.run.requests import prepared_processes
 
 STAYING = 4
@@ -41,14 +41,16 @@ def remove_dead_runs(folders: Sequence[Path]) -> None:
 
 
 def _held_if_dead(folder: Path) -> int | None:
-    """Return a descriptor that keeps processes out, if its collector was killed, or died before it began, and
-    nothing records there; else None.
+    """Return a descriptor that keeps processes out, if its collector did not end in order, or died before it
+    began, and nothing records there; else None.
     """
     state = collector_state(folder)
     if state is not None and state.is_alive:
         return None
     try:
+        settings = collector_settings(str(folder))
         is_old = time.time() - folder.stat().st_mtime > _LEAST_SECONDS
-    except OSError:
+    except (OSError, ValueError):
         return None
-    return seal_run(str(folder)) if is_old and Path(folder, REMOVABLE).exists() else None
+    is_kept = settings.get("SGL_ASPECTS_TRACE_KEEP", "0") == "1"
+    return seal_run(str(folder)) if settings and is_old and not is_kept else None

@@ -1,10 +1,12 @@
-"""The collector process of a run: its state, and how it is started."""
+"""The collector process of a run: its state, its settings, and how it is started."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -15,11 +17,28 @@ from typing import NamedTuple
 from sgl_aspects import isolated
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.files import OwnDescriptor, lock_holder, unfollowed, write_private
-from sgl_aspects.run.folder import CLOSING, REMOVABLE
+from sgl_aspects.run.folder import CLOSING
 
 # Locked by the run's collector while it lives.
 _LOCK = "collector.lock"
 
+_SETTINGS = "collector.json"
+# Prefixes of the environment: OpenTelemetry's variables and the tracer's, proxies, certificates.
+_KEPT = (
+    "OTEL_",
+    "SGL_ASPECTS_TRACE",
+    "SGL_ASPECTS_CONTROL_FROM",
+    "ASPECTS_TRACE",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "ALL_PROXY",
+    "SSL_CERT_",
+    "GRPC_",
+)
+# Secrets: such a variable, and a URL with a password or a query.
+_SECRET_NAME = re.compile("HEADER|KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"://[^/\s]*@|://\S*\?")
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
 _RESTARTED = "collector.restarted"
 
@@ -65,31 +84,63 @@ def take_run(folder: str) -> bool:
 
 
 def how_to_start(folder: str | Path) -> str:
-    """Return the command that starts a collector again."""
+    """Return the command that starts a collector again, and the variables that it needs."""
     # From / since Python imports from the current folder first, in which others may have put files.
-    return (
-        "set the variables of the run (OTEL_…, SGL_ASPECTS_TRACE_…) and start it again with "
-        f"cd / && {sys.executable} -m sgl_aspects.collector {folder}"
-    )
+    command = f"start it again with cd / && {sys.executable} -m sgl_aspects.collector {folder}"
+    unsaved = [name for name, value in collector_settings(str(folder)).items() if value is None]
+    return f"set {', '.join(unsaved)}, which are not saved, and {command}" if unsaved else command
+
+
+def is_for_collector(name: str) -> bool:
+    """Return whether an environment variable is one that a collector reads."""
+    return name.upper().startswith(_KEPT)
+
+
+def keep_collector_settings(folder: str, environment: Mapping[str, str]) -> None:
+    """Save the variables that a collector of this run reads, for one that is restarted by hand.
+
+    Of those that may be secrets the name alone.
+    """
+    kept = {
+        name: None if _SECRET_NAME.search(name) or _SECRET_VALUE.search(value) else value
+        for name, value in environment.items()
+        if is_for_collector(name)
+    }
+    write_private(Path(folder, _SETTINGS), json.dumps(kept).encode())
+
+
+def collector_settings(folder: str) -> dict[str, str | None]:
+    """Return the saved variables, with None for a value that may be a secret; none once it ended in order.
+
+    Only what this user saved: another user's settings would be followed with this one's rights.
+    """
+    try:
+        with open(Path(folder, _SETTINGS), "rb", opener=unfollowed) as file:
+            is_own = os.fstat(file.fileno()).st_uid == os.geteuid()
+            found: dict[str, str | None] = json.load(file) if is_own else {}
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def forget_collector_settings(folder: str) -> None:
+    """Delete the variables: the collector has ended in order."""
+    Path(folder, _SETTINGS).unlink(missing_ok=True)
 
 
 class CollectorProcess:
     """The collector of one run, started by the run's first process.
 
     It outlives that process as long as others of the run live; its report comes through a pipe.
-    ``environment``: the collector's; ``prints``: one of its exporters writes to standard output; ``keeps``:
-    the folder stays.
+    ``environment``: the collector's; ``prints``: one of its exporters writes to standard output.
     """
 
-    def __init__(
-        self, folder: str, environment: Mapping[str, str], prints: bool, *, keeps: bool = False
-    ) -> None:
+    def __init__(self, folder: str, environment: Mapping[str, str], prints: bool) -> None:
         self._folder = folder
         report, report_writer = os.pipe()
         self._report = OwnDescriptor(report)
         try:
-            if not keeps:
-                write_private(Path(folder, REMOVABLE), b"")
+            keep_collector_settings(folder, environment)
             mark = str(Path(folder, _RESTARTED))
             command = isolated.python("sgl_aspects.collector", folder, str(report_writer))
             subprocess.run(

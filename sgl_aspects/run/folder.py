@@ -19,8 +19,6 @@ from sgl_aspects.files import OwnDescriptor, read_small, unfollowed, write_priva
 from sgl_aspects.run import clock
 
 CLOSING = "closing"
-#: There once the run has a collector: when all are dead the folder may be removed, unless it is to be kept.
-REMOVABLE = "removable"
 _PREFIX = "sgl-aspects-"
 # Locked, shared, by every process of the run that may still record.
 _HELD = "held"

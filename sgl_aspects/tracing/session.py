@@ -100,10 +100,7 @@ class TraceSession:
             try:
                 ring.open()
                 self._collector = CollectorProcess(
-                    self.run_folder,
-                    settings.collector_environment(),
-                    settings.prints(),
-                    keeps=settings.keep_run_folder,
+                    self.run_folder, settings.collector_environment(), settings.prints()
                 )
             except BaseException:
                 self._release()

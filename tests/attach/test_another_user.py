@@ -66,7 +66,7 @@ _PLANTED = {
     "the collector's lock": ["collector.lock"],
     "the mark of the end": ["closing"],
     "the changes of what is recorded": ["control"],
-    "the mark of its removal": ["removable"],
+    "the variables of the collector": ["collector.json"],
     "the processes": ["attach/processes.json"],
 }
 

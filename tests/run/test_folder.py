@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from sgl_aspects.run import clock
 from sgl_aspects.run.cleaning import STAYING, remove_dead_runs
-from sgl_aspects.run.collector import collector_state, take_run
+from sgl_aspects.run.collector import (
+    collector_settings,
+    collector_state,
+    forget_collector_settings,
+    how_to_start,
+    keep_collector_settings,
+    take_run,
+)
 from sgl_aspects.run.control import run_control
-from sgl_aspects.run.folder import REMOVABLE, hold_run, make_run_folder, remove_run_folder, woven_ns
+from sgl_aspects.run.folder import hold_run, make_run_folder, remove_run_folder, woven_ns
 from tests.support.processes import is_running
 
 
@@ -39,19 +47,40 @@ def test_a_run_whose_collector_is_alive_names_its_process(tmp_path: Path) -> Non
         assert state.process_id == taker
 
 
-def killed_run(parent: Path, number: int, *, is_kept: bool = False) -> Path:
+KEPT = {"SGL_ASPECTS_TRACE_KEEP": "1"}
+
+
+def killed_run(parent: Path, number: int, settings: Mapping[str, str] = {}, *, ended: bool = False) -> Path:
     """A run whose collector was killed an hour ago."""
     folder = parent / f"run-{number}"
     folder.mkdir()
-    if not is_kept:
-        (folder / REMOVABLE).touch()
+    keep_collector_settings(str(folder), {"OTEL_SERVICE_NAME": "mine", **settings})
     taker = fork_to_take(folder)
     while (state := collector_state(folder)) is None or not state.is_alive:
         assert is_running(taker)
     os.kill(taker, signal.SIGKILL)
     os.waitpid(taker, 0)
+    if ended:
+        forget_collector_settings(str(folder))
     make_old(folder)
     return folder
+
+
+def test_a_collector_that_is_started_again_gets_its_variables_but_no_secret(tmp_path: Path) -> None:
+    given = {
+        "SGL_ASPECTS_CONTROL_FROM": "/etc/levels.json",
+        "OTEL_EXPORTER_OTLP_HEADERS": "api-key=x",
+        "PATH": "/bin",
+    }
+    keep_collector_settings(str(tmp_path), given)
+    assert collector_settings(str(tmp_path)) == {
+        "SGL_ASPECTS_CONTROL_FROM": "/etc/levels.json",
+        "OTEL_EXPORTER_OTLP_HEADERS": None,
+    }
+    said = how_to_start(tmp_path)
+    assert said.startswith(
+        "set OTEL_EXPORTER_OTLP_HEADERS, which are not saved, and start it again with cd / && "
+    )
 
 
 def make_old(folder: Path) -> None:
@@ -68,15 +97,17 @@ def test_of_killed_runs_the_latest_stay(tmp_path: Path) -> None:
 def test_a_run_whose_collector_died_before_it_took_it_is_removed_too(tmp_path: Path) -> None:
     oldest = tmp_path / "oldest"
     oldest.mkdir()
-    (oldest / REMOVABLE).touch()
+    keep_collector_settings(str(oldest), {"OTEL_SERVICE_NAME": "mine"})
     make_old(oldest)
     remove_dead_runs([oldest, *(killed_run(tmp_path, number) for number in range(STAYING))])
     assert not oldest.exists()
 
 
-@pytest.mark.parametrize("why", ["recorded in", "kept", "just killed", "without a collector"])
+@pytest.mark.parametrize(
+    "why", ["recorded in", "kept", "ended in order", "just killed", "without a collector"]
+)
 def test_other_runs_are_left_alone(tmp_path: Path, why: str) -> None:
-    oldest = killed_run(tmp_path, 0, is_kept=why == "kept")
+    oldest = killed_run(tmp_path, 0, KEPT if why == "kept" else {}, ended=why == "ended in order")
     held = hold_run(str(oldest)) if why == "recorded in" else None
     make_old(oldest)
     if why == "just killed":

@@ -364,7 +364,10 @@ def test_a_collector_that_is_started_again_by_hand_repeats_nothing_that_was_deli
     kill_collector_for_good(session)
     begin(session, "without a collector")()
     command = [sys.executable, "-m", "sgl_aspects.collector", session.run_folder]
-    environment = session.settings.collector_environment()
+    settings = Path(session.run_folder, "collector.json")
+    assert settings.stat().st_mode & 0o777 == 0o600
+    # The run folder has the traces' destination.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as again:
         wait_until(lambda: "without a collector" in file.read_text())
         second = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,21 +12,39 @@ from sgl_aspects.tracing import attach
 from tests.support.collectors import kill_collector_for_good
 from tests.support.sessions import begin
 
+SECRETS = {
+    "SGL_ASPECTS_API_KEY": "s3cret-of-the-server",
+    "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20s3cret",
+    "OTEL_EXPORTER_OTLP_METRICS_HEADERS": "x-api-key=s3cret",
+    "OTEL_EXPORTER_VENDOR_TOKEN": "s3cret",
+    "HTTPS_PROXY": "http://user:s3cret@proxy.example",
+    "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://user:s3cret@127.0.0.1:1/v1/metrics",
+}
 
-def test_no_secret_is_saved_and_the_servers_key_is_not_passed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SGL_ASPECTS_API_KEY", "s3cret-of-the-server")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20s3cret")
+
+@pytest.fixture
+def _secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "kept")
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+
+
+@pytest.mark.usefixtures("_secrets")
+def test_no_secret_is_saved_and_the_servers_key_is_not_passed_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with attach(file=str(tmp_path / "traces.jsonl")) as session:
         begin(session, "r")()
-        saved = b"".join(path.read_bytes() for path in Path(session.run_folder).iterdir() if path.is_file())
+        saved = Path(session.run_folder, "collector.json").read_text()
         environment = Path(f"/proc/{session.collector_process_id}/environ").read_text()
         kill_collector_for_good(session)
         assert main(["control", "--run", session.run_folder]) == 0
-    assert b"s3cret" not in saved
+    assert "s3cret" not in saved
+    assert json.loads(saved)["OTEL_SERVICE_NAME"] == "kept"
     assert "s3cret-of-the-server" not in environment
     assert "authorization=Bearer%20s3cret" in environment
     printed = capfd.readouterr().out
-    assert "set the variables of the run (OTEL_…, SGL_ASPECTS_TRACE_…) and start it again with " in printed
+    assert "set OTEL_EXPORTER_OTLP_HEADERS, " in printed
+    assert "HTTPS_PROXY" in printed
+    assert "SGL_ASPECTS_API_KEY" not in printed

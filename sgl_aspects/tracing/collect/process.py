@@ -3,8 +3,8 @@
     python -m sgl_aspects.collector RUN_FOLDER [REPORT_FD]
 
 Started by the first process of a run, in a session of its own. One that is killed is restarted once (by
-:mod:`sgl_aspects.run.keeper`), and later by hand, in the environment of the run: it goes on after the last
-record whose span was delivered. A span that is sent twice has the same ids. It ends
+:mod:`sgl_aspects.run.keeper`), and later by hand: it reads the first one's settings from the run folder and
+goes on after the last record whose span was delivered. A span that is sent twice has the same ids. It ends
 when every process of the run is gone (or the run is closed), after one bounded flush, writes a summary as
 JSON to ``REPORT_FD`` (or standard output), and removes the run folder.
 """
@@ -28,7 +28,7 @@ from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run import fleet
 from sgl_aspects.run.cleaning import clean_up
-from sgl_aspects.run.collector import take_run
+from sgl_aspects.run.collector import collector_settings, forget_collector_settings, take_run
 from sgl_aspects.run.folder import remove_run_folder, seal_run, woven_ns
 from sgl_aspects.tracing.collect.join import Joiner
 from sgl_aspects.tracing.collect.reader import RingReader
@@ -334,6 +334,12 @@ def main(arguments: Sequence[str], explainer: Explainer | None = None) -> int:
     folder = arguments[0]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is a collector
+    saved = collector_settings(folder)
+    for name, value in saved.items():
+        if value is not None:
+            os.environ.setdefault(name, value)
+    if missing := [name for name in saved if name not in os.environ]:
+        report_line(f"not set, and not saved as it may be a secret: {', '.join(missing)}")
     normalise(os.environ)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # logged at every attempt; the errors report it too
     quiet_exporters()
@@ -363,6 +369,7 @@ def main(arguments: Sequence[str], explainer: Explainer | None = None) -> int:
     except ConfigError as error:
         summary = TraceSummary(problem=f"the collector could not start: {error}")
     finally:
+        forget_collector_settings(folder)
         if not settings.keep_run_folder:
             remove_run_folder(folder)
     if settings.prints_summary or summary.has_losses:
