@@ -102,17 +102,18 @@ def _warn_of_isolation(command: Sequence[str]) -> None:
 
 
 def _begin_file(settings: TraceSettings, environment: dict[str, str]) -> None:
-    """Truncate the trace file, to which every program that the command starts will append."""
+    """Truncate the trace files, to which every program that the command starts will append."""
     from sgl_aspects.tracing.export.shared_file import SharedFile
     from sgl_aspects.tracing.settings import BEGUN
 
-    if settings.level and settings.file and "otlp-json-file" in settings.exporters:
-        if settings.file != settings.begun:
-            try:
-                SharedFile(settings.file).close()
-            except OSError as error:
-                raise ConfigError(f"{settings.file}: {error.strerror}") from error
-        environment[env.spelled(BEGUN, environment)] = settings.file
+    if settings.level:
+        for path in settings.written():
+            if path not in settings.begun:
+                try:
+                    SharedFile(path).close()
+                except OSError as error:
+                    raise ConfigError(f"{path}: {error.strerror}") from error
+        environment[env.spelled(BEGUN, environment)] = "\n".join(settings.written())
 
 
 def _announce(settings: TraceSettings) -> None:

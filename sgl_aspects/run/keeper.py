@@ -30,7 +30,7 @@ def main(report: int, mark: str, command: list[str]) -> None:
             return
         killed = f"process {process_id} was killed (signal {os.WTERMSIG(status)})"
         if not left:
-            _tell(f"{killed} again; `sgl-aspects control` says how to start one by hand")
+            _tell(f"{killed} again; to start it by hand: {sys.executable} -m {' '.join(command[-3:-1])}")
             return
         os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
         _rank_as_at_first()

@@ -83,7 +83,7 @@ LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "
 
 #: The run folder, set by a run's first process for its children.
 RUN = "SGL_ASPECTS_TRACE_RUN"
-#: The file that `sgl-aspects run` has begun.
+#: The files that `sgl-aspects run` has begun, one a line.
 BEGUN = "SGL_ASPECTS_TRACE_BEGUN"
 _METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
 _OTLP = ("opentelemetry.exporter.otlp.proto.common", "opentelemetry.proto", "google.protobuf")
@@ -132,8 +132,8 @@ class TraceSettings:
     endpoint: str | None = None
     metrics_endpoint: str | None = None
     file: str | None = None
-    #: The file that `sgl-aspects run` has begun, for every program that it starts.
-    begun: str | None = None
+    #: Files that `sgl-aspects run` has begun, for every program that it starts.
+    begun: tuple[str, ...] = ()
     service_name: str | None = None
     flush_seconds: int = 3
     keep_run_folder: bool = False
@@ -180,7 +180,7 @@ class TraceSettings:
             endpoint=endpoint,
             metrics_endpoint=env.text(_METRICS_ENDPOINT) or base,
             file=file,
-            begun=env.text(BEGUN),
+            begun=tuple((env.text(BEGUN) or "").splitlines()),
             service_name=env.text("OTEL_SERVICE_NAME"),
             flush_seconds=env.integer("SGL_ASPECTS_TRACE_FLUSH_SECONDS", 3, minimum=0, maximum=3600),
             keep_run_folder=env.flag("SGL_ASPECTS_TRACE_KEEP"),
@@ -283,6 +283,10 @@ class TraceSettings:
             f"({error.strerror or error}): choose another with OTEL_EXPORTER_PROMETHEUS_PORT or "
             "--prometheus PORT"
         )
+
+    def written(self) -> tuple[str, ...]:
+        """Return the files that the exporters of spans write."""
+        return (self.file,) if self.file and "otlp-json-file" in self.exporters else ()
 
     def destinations(self) -> list[str]:
         """Return where spans and metrics go: OTLP's endpoint first, files, names of other exporters."""

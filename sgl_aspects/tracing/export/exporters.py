@@ -47,7 +47,7 @@ def _span_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanE
     if name == "otlp-json-file":
         path = settings.file or ""
         try:
-            return OtlpJsonFileExporter(path, append=append or path == settings.begun)
+            return OtlpJsonFileExporter(path, append=append or path in settings.begun)
         except OSError as error:
             raise ConfigError(f"SGL_ASPECTS_TRACE_FILE={path!r}: {error.strerror}") from error
     exporter: SpanExporter = _registered("traces", name, ("export", "shutdown"))

@@ -170,7 +170,7 @@ class EngineMetrics:
         named = (*common, (schema.ERROR_TYPE, end.error)) if end.error else common
         of_trace = (begin.trace_id, begin.span_id) if begin.sampled else None
         self._record(schema.REQUEST_DURATION, duration, named, of_trace)
-        prompt, output = (_number(values, name) for name in (schema.INPUT_TOKENS, schema.OUTPUT_TOKENS))
+        prompt, output = (_number(values, f"gen_ai.usage.{name}_tokens") for name in ("input", "output"))
         for kind, count in (("input", prompt), ("output", output)):
             if count is not None:
                 labels = (*common, (schema.TOKEN_TYPE, kind))
