@@ -26,17 +26,17 @@ def _mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_traces_pages_and_dumps_are_private(tmp_path: Path) -> None:
+def test_traces_pages_and_dumps_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold prompts where these are recorded."""
     file, timeline, dump = tmp_path / "traces.jsonl", tmp_path / "trace.json", tmp_path / "dump.jsonl"
-    with attach(file=str(file)) as session:
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_PERFETTO_FILE", str(timeline))
+    with attach(file=str(file), exporters=["otlp-json-file", "perfetto"]) as session:
         begin(session, "r")()
         assert (
             main(["dump", "--run", session.run_folder, "--format", "otlp-json", "--output", str(dump)]) == 0
         )
     page = tmp_path / "report.html"
     assert main(["report", str(file), "-o", str(page)]) == 0
-    assert main(["report", str(file), "--format", "perfetto", "-o", str(timeline)]) == 0
     assert {path.name: _mode(path) for path in (file, timeline, dump, page)} == dict.fromkeys(
         ("traces.jsonl", "trace.json", "dump.jsonl", "report.html"), 0o600
     )

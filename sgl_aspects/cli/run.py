@@ -174,6 +174,9 @@ def trace_settings(given: Mapping[str, str], arguments: argparse.Namespace, leve
     from sgl_aspects.tracing.settings import TraceSettings
 
     environment = env.shortened(given)
+    perfetto = env.spelled("SGL_ASPECTS_TRACE_PERFETTO_FILE", environment)
+    with contextlib.suppress(ConfigError):  # of a removed folder; seldom used
+        environment[perfetto] = _absolute(environment.get(perfetto) or "trace.json")
     typed = {name: f"--{flag}" for name, flag in _FLAGS.items() if getattr(arguments, flag) is not None}
     with naming_flags(typed):
         return TraceSettings.chosen(

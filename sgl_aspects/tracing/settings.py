@@ -5,6 +5,7 @@
 ``SGL_ASPECTS_RECORDER``                ring (a file that a collector follows), sdk (the application's own
                                         ``TracerProvider``, in each process), or off
 ``SGL_ASPECTS_TRACE_FILE``              the file that the ``otlp-json-file`` exporter writes
+``SGL_ASPECTS_TRACE_PERFETTO_FILE``     the file that the ``perfetto`` exporter writes (trace.json)
 ``SGL_ASPECTS_TRACE_FLUSH_SECONDS``     the longest that the end of a run waits for its exporters (3)
 ``SGL_ASPECTS_CONTROL_FROM``            a file or an address with levels for many hosts (run/fleet.py)
 ``SGL_ASPECTS_TRACE_KEEP_FAILED``       failed requests are kept regardless of the sampling (on)
@@ -20,8 +21,8 @@
 ``SGL_ASPECTS_TRACE_SUMMARY``           the collector reports at the end how many spans it delivered (off:
                                         only where something was lost)
 ``SGL_ASPECTS_TRACE_RUN``               the run folder; set by the first process for its children
-``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file, and what installed
-                                        packages have registered for OpenTelemetry; or none
+``OTEL_TRACES_EXPORTER``                comma list of otlp, console, otlp-json-file, perfetto, and what
+                                        installed packages have registered for OpenTelemetry; or none
                                         (unset: otlp, or what a file or an endpoint is given for)
 ``OTEL_METRICS_EXPORTER``               comma list of otlp, prometheus, console; or none
                                         (unset: otlp where the traces go there, and else none)
@@ -74,9 +75,9 @@ from sgl_aspects.tracing.variables import (
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-EXPORTERS = ("otlp", "console", "otlp-json-file")
+EXPORTERS = ("otlp", "console", "otlp-json-file", "perfetto")
 METRIC_EXPORTERS = ("otlp", "prometheus", "console")
-_SILENT = {"otlp", "otlp-json-file", "prometheus"}
+_SILENT = {"otlp", "otlp-json-file", "perfetto", "prometheus"}
 RECORDERS = ("ring", "sdk", "off")
 PROTOCOLS = ("http/protobuf", "grpc")
 LEVELS = {"off": 0, "false": 0, "no": 0, "on": 3, "true": 3, "yes": 3, "0": 0, "1": 1, "2": 2, "3": 3, "4": 4}
@@ -134,6 +135,7 @@ class TraceSettings:
     file: str | None = None
     #: Files that `sgl-aspects run` has begun, for every program that it starts.
     begun: tuple[str, ...] = ()
+    perfetto_file: str = "trace.json"
     service_name: str | None = None
     flush_seconds: int = 3
     keep_run_folder: bool = False
@@ -181,6 +183,7 @@ class TraceSettings:
             metrics_endpoint=env.text(_METRICS_ENDPOINT) or base,
             file=file,
             begun=tuple((env.text(BEGUN) or "").splitlines()),
+            perfetto_file=env.text("SGL_ASPECTS_TRACE_PERFETTO_FILE") or "trace.json",
             service_name=env.text("OTEL_SERVICE_NAME"),
             flush_seconds=env.integer("SGL_ASPECTS_TRACE_FLUSH_SECONDS", 3, minimum=0, maximum=3600),
             keep_run_folder=env.flag("SGL_ASPECTS_TRACE_KEEP"),
@@ -286,7 +289,8 @@ class TraceSettings:
 
     def written(self) -> tuple[str, ...]:
         """Return the files that the exporters of spans write."""
-        return (self.file,) if self.file and "otlp-json-file" in self.exporters else ()
+        files = {"otlp-json-file": self.file or "", "perfetto": self.perfetto_file}
+        return tuple(path for name, path in files.items() if name in self.exporters)
 
     def destinations(self) -> list[str]:
         """Return where spans and metrics go: OTLP's endpoint first, files, names of other exporters."""
@@ -294,6 +298,7 @@ class TraceSettings:
             "otlp": self.otlp_endpoint(),
             "prometheus": f"http://{self.prometheus_host}:{self.prometheus_port}/metrics",
             "otlp-json-file": self.file or "",
+            "perfetto": self.perfetto_file,
         }
         names = {*self.exporters, *self.metric_exporters} - {"none"}
         return [places.get(name, name) for name in sorted(names, key=lambda name: (name != "otlp", name))]

@@ -346,19 +346,22 @@ def test_what_a_launcher_leaves_in_the_background_is_traced_to_its_end(tmp_path:
 def test_programs_of_one_command_share_its_files(tmp_path: Path) -> None:
     """At the same time and one after the other; earlier contents are removed."""
     (tmp_path / "records.py").write_text(RECORDS)
-    file = tmp_path / "spans.jsonl"
-    file.write_text("of the last time")
+    file, timeline = tmp_path / "spans.jsonl", tmp_path / "trace.json"
+    for path in (file, timeline):
+        path.write_text("of the last time")
     one = f"{shlex.quote(sys.executable)} records.py 10"
     done = sgl_aspects_run(
         tmp_path,
         *("sh", "-c", f"{one} & {one} & wait; {one}"),
         options=("--level", "1"),
-        OTEL_TRACES_EXPORTER="otlp-json-file",
+        OTEL_TRACES_EXPORTER="otlp-json-file,perfetto",
         SGL_ASPECTS_TRACE_FILE=str(file),
     )
     assert done.returncode == 0, done.stderr
     assert all(json.loads(line) for line in file.read_text().splitlines())
     assert file.read_text().count('"name":"work"') == 30
+    events = json.loads(timeline.read_text())
+    assert sum(event["name"] == "work" for event in events if event["ph"] == "X") == 30
 
 
 def test_a_second_program_is_traced_though_the_first_has_the_port_for_metrics(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from sgl_aspects.analysis.sources import load_run
-from sgl_aspects.cli.main import main
 from sgl_aspects.engines import Engine, find_engines
 from sgl_aspects.tracing import TraceSession, attach
 from sgl_aspects.tracing.lifecycle import Trackers
@@ -64,9 +63,11 @@ def live(engine: Engine, session: TraceSession) -> None:
 
 @pytest.mark.parametrize("engine", find_engines(), ids=lambda engine: engine.name)
 def test_everything_shows_a_run(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port, spans, timeline = free_port(), tmp_path / "spans.jsonl", tmp_path / "timeline.json"
+    port, spans, timeline = free_port(), tmp_path / "spans.jsonl", tmp_path / "trace.json"
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_PERFETTO_FILE", str(timeline))
     monkeypatch.setenv("SGL_ASPECTS_TRACE_TARGET_TTFT", "1")  # goodput is one of the dashboard's
-    with attach(level=4, file=str(spans), prometheus=port) as session:
+    exporters = ["otlp-json-file", "perfetto"]
+    with attach(level=4, exporters=exporters, file=str(spans), prometheus=port) as session:
         assert session.run_folder is not None
         top = LiveRun(Path(session.run_folder))
         top.poll()
@@ -97,8 +98,7 @@ def test_everything_shows_a_run(engine: Engine, tmp_path: Path, monkeypatch: pyt
     assert re.search(r"25\s*%", shown), shown  # of the KV cache
     report = payload_of(load_run(str(spans)))
     assert (len(report["requests"]), len(report["steps"])) == (1, 2)
-    assert main(["report", str(spans), "--format", "perfetto", "-o", str(timeline)]) == 0
-    names = {event["name"] for event in json.loads(timeline.read_text())["traceEvents"]}
+    names = {event["name"] for event in json.loads(timeline.read_text())}
     assert {"scheduler.step", "forward", "queue", "prefill", "decode"} <= names
     assert f'gen_ai_provider_name="{engine.provider_name}"' in page
     assert often

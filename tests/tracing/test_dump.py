@@ -71,16 +71,15 @@ def test_only_the_last_seconds(killed: Path) -> None:
     assert [line.split(" ms  ")[1].split()[0] for line in done.stdout.splitlines()] == ["scheduler.step"]
 
 
-def test_a_timeline_of_all_processes(tmp_path: Path) -> None:
-    file, timeline = tmp_path / "traces.jsonl", tmp_path / "timeline.json"
-    with attach(file=str(file)) as session:
+def test_a_timeline_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "trace.json"
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_PERFETTO_FILE", str(file))
+    with attach(exporters=["perfetto"]) as session:
         end = begin(session, "r1")
         run_scheduler(session, ["r1"])
         end()
         live = command("dump", "--run", session.run_folder, "--format", "perfetto")
-    assert command("report", str(file), "--format", "perfetto", "-o", str(timeline)).returncode == 0
-    for text in (timeline.read_text(), live.stdout):
-        events = json.loads(text)["traceEvents"]
+    for events in (json.loads(file.read_text()), json.loads(live.stdout)["traceEvents"]):
         spans = {event["name"]: event for event in events if event["ph"] == "X"}
         assert set(spans) == {"chat m", "queue", "decode", "scheduler.step"}
         request, step = spans["chat m"], spans["scheduler.step"]

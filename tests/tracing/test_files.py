@@ -7,13 +7,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.trace import SpanContext, TraceFlags
 
 from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
 from sgl_aspects.tracing.export.otlp_file import OtlpJsonFileExporter
 from tests.support.processes import command, wait_until
 from tests.support.sessions import begin
@@ -23,38 +27,52 @@ def span(name: str) -> ReadableSpan:
     return ReadableSpan(name, SpanContext(1, 2, False, TraceFlags(1)), start_time=1000, end_time=2000)
 
 
-def names_of(path: Path) -> list[str]:
+def names_of_timeline(path: Path) -> list[str]:
+    return [event["name"] for event in json.loads(path.read_text()) if event["ph"] == "X"]
+
+
+def names_of_lines(path: Path) -> list[str]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [one["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["name"] for one in lines]
 
 
-def test_a_file_is_complete_after_each_export_by_any_collector(tmp_path: Path) -> None:
+KINDS = [(ChromeTraceExporter, names_of_timeline), (OtlpJsonFileExporter, names_of_lines)]
+
+
+@pytest.mark.parametrize(("exporter", "names_of"), KINDS)
+def test_a_file_is_complete_after_each_export_by_any_collector(
+    tmp_path: Path, exporter: type[Any], names_of: Callable[[Path], list[str]]
+) -> None:
     path = tmp_path / "file"
     path.write_text("of the last time")
-    one = OtlpJsonFileExporter(str(path))
+    one: SpanExporter = exporter(str(path))
     assert names_of(path) == []
-    other = OtlpJsonFileExporter(str(path), append=True)
+    other: SpanExporter = exporter(str(path), append=True)
     for writer, name in ((one, "a"), (other, "b"), (one, "c")):
         writer.export([span(name)])
     one.shutdown()
     other.export([span("d")])
     assert names_of(path) == ["a", "b", "c", "d"]
     other.shutdown()
-    OtlpJsonFileExporter(str(path)).shutdown()
+    exporter(str(path)).shutdown()
     assert names_of(path) == []
 
 
+@pytest.mark.parametrize(("exporter", "names_of"), KINDS)
 def test_what_a_full_disk_takes_in_part_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    exporter: type[Any],
+    names_of: Callable[[Path], list[str]],
 ) -> None:
     """Spans reported as lost do not appear later, and the following ones are intact."""
     path, write = tmp_path / "file", os.pwrite
-    writer = OtlpJsonFileExporter(str(path))
+    writer: SpanExporter = exporter(str(path))
     writer.export([span("a")])
     room = [10]
 
     def full(descriptor: int, data: bytes, position: int) -> int:
-        count = min(len(data), room[0])
+        count = min(len(data), room[0]) if len(data) > 3 else len(data)
         if not count:
             raise OSError(errno.ENOSPC, "No space left on device")
         room[0] -= count
@@ -70,25 +88,31 @@ def test_what_a_full_disk_takes_in_part_is_taken_back(
     assert names_of(path) == ["a", "c"]
 
 
+@pytest.mark.parametrize(("exporter", "names_of"), KINDS)
 @pytest.mark.parametrize("cut", [1, 3, 20, 100])
-def test_an_addition_that_was_cut_off_is_removed_by_the_next_collector(tmp_path: Path, cut: int) -> None:
+def test_an_addition_that_was_cut_off_is_removed_by_the_next_collector(
+    tmp_path: Path, exporter: type[Any], names_of: Callable[[Path], list[str]], cut: int
+) -> None:
     path = tmp_path / "file"
-    first = OtlpJsonFileExporter(str(path))
+    first: SpanExporter = exporter(str(path))
     first.export([span("a")])
     first.export([span("b")])
     first.shutdown()
     os.truncate(path, path.stat().st_size - cut)
-    next_one = OtlpJsonFileExporter(str(path), append=True)
+    next_one: SpanExporter = exporter(str(path), append=True)
     next_one.export([span("c")])
     next_one.shutdown()
     assert names_of(path) in (["a", "c"], ["a", "b", "c"])
 
 
+@pytest.mark.parametrize("exporter", ["otlp-json-file", "perfetto"])
 def test_a_file_that_another_run_writes_is_refused_and_stays_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exporter: str
 ) -> None:
     path = tmp_path / "traces"
-    monkeypatch.setenv("SGL_ASPECTS_TRACE_FILE", str(path))
+    for variable in ("SGL_ASPECTS_TRACE_PERFETTO_FILE", "SGL_ASPECTS_TRACE_FILE"):
+        monkeypatch.setenv(variable, str(path))
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", exporter)
     program = ("run", "--", sys.executable, "-c", "print('ran')")
     with attach() as session:
         begin(session, "of-the-first")()

@@ -12,7 +12,6 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext, TraceFlags
 
-from sgl_aspects.cli.main import main
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.context import root_of_trace_id, trace_id_of_root
 from sgl_aspects.tracing.export.chrome_trace import Timeline
@@ -62,13 +61,14 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
 
     folder = tmp_path_factory.mktemp("model")
     make_llama(folder)
-    file, timeline = folder / "traces.jsonl", folder / "timeline.json"
-    with attach(level=4, file=str(file)), Engine(model_path=folder) as engine:
-        sampling = SamplingParams(max_new_tokens=6, temperature=0.0)
-        for handle in [engine.submit(f"the quick brown fox {number}", sampling) for number in range(4)]:
-            assert list(handle)
-    assert main(["report", str(file), "--format", "perfetto", "-o", str(timeline)]) == 0
-    return list(json.loads(timeline.read_text())["traceEvents"])
+    file = folder / "trace.json"
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGL_ASPECTS_TRACE_PERFETTO_FILE", str(file))
+        with attach(level=4, exporters=["perfetto"]), Engine(model_path=folder) as engine:
+            sampling = SamplingParams(max_new_tokens=6, temperature=0.0)
+            for handle in [engine.submit(f"the quick brown fox {number}", sampling) for number in range(4)]:
+                assert list(handle)
+    return list(json.loads(file.read_text()))
 
 
 def test_the_format(events: list[Event]) -> None:

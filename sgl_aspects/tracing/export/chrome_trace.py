@@ -7,16 +7,20 @@ its own, and so have the kernels of each stream; batch, queue and KV cache are c
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanContext
 
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.context import root_of_trace_id
+from sgl_aspects.tracing.export.shared_file import SharedFile
 from sgl_aspects.tracing.records import Latest
 
 _STEP = schema.STEP.name
@@ -43,9 +47,50 @@ _COUNTERS = {
 _WORK_TRACKS, _DEVICE_TRACKS, _STREAM_TRACKS, _REQUEST_TRACKS = 1, 100, 201, 1000
 # Cap on requests that keep their tracks, since more spans may follow.
 _MOST_TRACKS = 1 << 16
+# Closes the array after the last event.
+_END = b"\n]\n"
 _FLOW_IDS = (1 << 63) - 1
 # Above any process's own number.
 _OTHER_HOST = 1 << 22
+
+
+class ChromeTraceExporter(SpanExporter):
+    """Adds to the JSON array in ``path``, which is complete after each export.
+
+    ``append``: go on with the file's contents; other collectors may do so at the same time. Raises
+    ``OSError`` at once if the file cannot be written.
+    """
+
+    def __init__(self, path: str, *, append: bool = False) -> None:
+        self._file = SharedFile(path, append=append)
+        if not self._file.is_regular:
+            raise OSError(errno.ESPIPE, "it is not a regular file, so its end cannot be replaced")
+        self._timeline = Timeline()
+        self._add([])
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if self._file.is_closed:  # the time for the last flush has passed
+            return SpanExportResult.FAILURE
+        self._add([json.dumps(event, separators=(",", ":")) for event in self._timeline.events_of(spans)])
+        return SpanExportResult.SUCCESS
+
+    def _add(self, events: list[str]) -> None:
+        with self._file.locked() as size:
+            tail = self._file.read(4, max(0, size - 4))
+            # Without its end, the file is that of a killed collector: cut after its last whole line.
+            last = next((each for each in (_END, b",\n", b"\n") if tail.endswith(each)), b"")
+            end = size - len(last)
+            begin = "" if size else "["
+            separator = "\n" if end <= 1 else ",\n"
+            try:
+                text = begin + (separator if events else "") + ",\n".join(events)
+                self._file.write(text.encode() + _END, end)
+            except OSError:
+                self._file.write(_END if size else b"", end)
+                raise
+
+    def shutdown(self) -> None:
+        self._file.close()
 
 
 class Timeline:

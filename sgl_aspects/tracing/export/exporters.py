@@ -19,6 +19,7 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SpanExporter
 
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
 from sgl_aspects.tracing.export.otlp_file import OtlpJsonFileExporter
 from sgl_aspects.tracing.export.pipelines import Pipeline
 from sgl_aspects.tracing.export.span import ReadableExporter
@@ -45,13 +46,17 @@ def _span_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanE
     if name == "console":
         return ConsoleSpanExporter(out=sys.stdout)
     if name == "otlp-json-file":
-        path = settings.file or ""
-        try:
-            return OtlpJsonFileExporter(path, append=append or path in settings.begun)
-        except OSError as error:
-            raise ConfigError(f"SGL_ASPECTS_TRACE_FILE={path!r}: {error.strerror}") from error
-    exporter: SpanExporter = _registered("traces", name, ("export", "shutdown"))
-    return exporter
+        path, variable = settings.file or "", "SGL_ASPECTS_TRACE_FILE"
+    elif name == "perfetto":
+        path, variable = settings.perfetto_file, "SGL_ASPECTS_TRACE_PERFETTO_FILE"
+    else:
+        exporter: SpanExporter = _registered("traces", name, ("export", "shutdown"))
+        return exporter
+    make = OtlpJsonFileExporter if name == "otlp-json-file" else ChromeTraceExporter
+    try:
+        return make(path, append=append or path in settings.begun)
+    except OSError as error:
+        raise ConfigError(f"{variable}={path!r}: {error.strerror}") from error
 
 
 def make_reader(name: str, settings: TraceSettings) -> MetricReader:

@@ -29,7 +29,8 @@ class OtlpJsonFileExporter(SpanExporter):
         if self._file.is_closed:  # the time for the last flush has passed
             return SpanExportResult.FAILURE
         line = json.dumps(to_json(spans), separators=(",", ":")) + "\n"
-        self._file.append(line.encode())
+        with self._file.locked() as size:
+            self._file.write(line.encode(), size)
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:

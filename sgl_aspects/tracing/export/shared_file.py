@@ -26,10 +26,10 @@ class SharedFile:
 
     def __init__(self, path: str, *, append: bool = False) -> None:
         self._descriptor = private(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        self._is_regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+        self.is_regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
         self.is_closed = False
         try:
-            if self._is_regular:
+            if self.is_regular:
                 self._take(append=append)
         except OSError:
             os.close(self._descriptor)
@@ -37,13 +37,13 @@ class SharedFile:
 
     def _take(self, *, append: bool) -> None:
         """Note this process as a writer, until it closes the file."""
-        with self._locked() as size:
+        with self.locked() as size:
             if not append:
                 self._require_no_writer()
                 os.ftruncate(self._descriptor, 0)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _WRITERS)
-            if append and size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            if append and size and self.read(1, size - 1) != b"\n":
                 self._cut_off(size)
 
     def _require_no_writer(self) -> None:
@@ -60,36 +60,38 @@ class SharedFile:
         end = size
         while end:
             start = max(0, end - _PIECE)
-            found = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            found = self.read(end - start, start).rfind(b"\n")
             end = start + found + 1 if found >= 0 else start
             if found >= 0:
                 break
         os.ftruncate(self._descriptor, end)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
+    def locked(self) -> Iterator[int]:
         """Lock out other collectors; returns the file's size, 0 for a pipe."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
-            yield os.fstat(self._descriptor).st_size if self._is_regular else 0
+            yield os.fstat(self._descriptor).st_size if self.is_regular else 0
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def append(self, data: bytes) -> None:
-        """Add ``data``, whole or, on a full disk, not at all. Raises ``OSError`` then."""
+    def read(self, size: int, position: int) -> bytes:
+        return os.pread(self._descriptor, size, position)
+
+    def write(self, data: bytes, position: int) -> None:
+        """Write ``data`` as the file's end; on a full disk the file is truncated to ``position``."""
         rest = memoryview(data)
-        with self._locked() as size:
-            try:
-                while rest:
-                    if self._is_regular:
-                        done = os.pwrite(self._descriptor, rest, size + len(data) - len(rest))
-                    else:
-                        done = os.write(self._descriptor, rest)
-                    rest = rest[done:]
-            except OSError:
-                if self._is_regular:
-                    os.ftruncate(self._descriptor, size)
-                raise
+        try:
+            while rest:
+                if self.is_regular:
+                    done = os.pwrite(self._descriptor, rest, position + len(data) - len(rest))
+                else:
+                    done = os.write(self._descriptor, rest)
+                rest = rest[done:]
+        except OSError:
+            if self.is_regular:
+                os.ftruncate(self._descriptor, position)
+            raise
 
     def close(self) -> None:
         if not self.is_closed:
