@@ -9,11 +9,14 @@ import mmap
 import os
 import stat
 import struct
+import sys
 import tempfile
 from pathlib import Path
 
 _SMALL = 4096
-_FLOCK = struct.Struct("hhqqi4x")
+# `struct flock`: type and whence stand first on Linux, last on macOS and the BSDs.
+_IS_LINUX = sys.platform == "linux"
+_FLOCK = struct.Struct("hhqqi4x" if _IS_LINUX else "qqihh")
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -97,8 +100,10 @@ def lock_holder(descriptor: int, byte: int = 0) -> int | None:
 
     :raises OSError: a system or a file system that does not tell.
     """
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    kind, _, _, _, process_id = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    what, where = (fcntl.F_WRLCK, os.SEEK_SET), (byte, 1, 0)
+    asked = _FLOCK.pack(*what, *where) if _IS_LINUX else _FLOCK.pack(*where, *what)
+    found = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    kind, process_id = (found[0], found[4]) if _IS_LINUX else (found[3], found[2])
     return None if kind == fcntl.F_UNLCK else int(process_id)
 
 

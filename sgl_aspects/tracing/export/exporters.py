@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.sdk.metrics.export import (
@@ -26,7 +27,12 @@ from sgl_aspects.tracing.export.span import ReadableExporter
 from sgl_aspects.tracing.settings import installed_exporter
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from sgl_aspects.tracing.settings import TraceSettings
+
+#: Seconds that a registered exporter may take to be made: the other exporters wait for it.
+_MAKING_SECONDS = 10.0
 
 
 def make_pipeline(name: str, settings: TraceSettings, *, append: bool = False) -> Pipeline:
@@ -113,18 +119,36 @@ def _prometheus_reader(settings: TraceSettings) -> MetricReader:
 def _registered(signal: str, name: str, methods: tuple[str, ...]) -> Any:
     """Make the exporter of the entry point ``name``; ``signal``: traces or metrics.
 
-    :raises ConfigError: it is not installed, raises, or lacks one of ``methods``.
+    :raises ConfigError: it is not installed, raises, takes too long, or lacks one of ``methods``.
     """
     point = installed_exporter(signal, name)
     if point is None:
         raise ConfigError(f"OTEL_{signal.upper()}_EXPORTER names {name!r}, which is no longer installed")
     distribution = point.dist.name if point.dist is not None else "an unknown distribution"
     exporter = f"the exporter {name!r} ({point.value} of {distribution})"
-    try:
-        made = point.load()()
-    except (Exception, SystemExit) as error:  # other people's code
-        raise ConfigError(f"{exporter} cannot be made: {type(error).__name__}: {error}") from error
+    made, fault = _made(point, name)
+    if fault is not None:
+        raise ConfigError(f"{exporter} cannot be made: {type(fault).__name__}: {fault}") from fault
+    if made is None:
+        raise ConfigError(f"{exporter} was not made within {_MAKING_SECONDS:g} s")
     lacking = [method for method in methods if not callable(getattr(made, method, None))]
     if lacking:
         raise ConfigError(f"{exporter} made {made!r}, which has no {lacking[0]}()")
     return made
+
+
+def _made(point: EntryPoint, name: str) -> tuple[Any, BaseException | None]:
+    """Call what another package registered, in a thread that may hang; return its result or error."""
+    made: list[Any] = [None]
+    faults: list[BaseException | None] = [None]
+
+    def make() -> None:
+        try:
+            made[0] = point.load()()
+        except BaseException as error:  # noqa: BLE001  # sys.exit among them: its caller reports it
+            faults[0] = error
+
+    maker = threading.Thread(target=make, name=f"make {name}", daemon=True)
+    maker.start()
+    maker.join(_MAKING_SECONDS)
+    return made[0], faults[0]
