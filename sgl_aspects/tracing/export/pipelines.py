@@ -26,6 +26,8 @@ _ROOM_SECONDS = 0.01
 _MOST_LINKS = 16_384
 # Seconds after which the processes that wait for the end of a run log the reason.
 _SILENT_SECONDS = 1.0
+# Seconds counted at most between two looks: this process may have been stopped.
+_LONGEST_SECONDS = 0.05
 
 
 class NoExporter(SpanExporter):
@@ -163,13 +165,15 @@ class Idleness:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline, self._done = pipeline, pipeline.done
         self._waits = f"/proc/self/task/{pipeline.worker.native_id}/schedstat"
-        self._since = self._now()
+        self._seconds, self._latest = 0.0, self._now()
 
     def seconds(self) -> float:
-        """Return them."""
-        if self._pipeline.done != self._done:
-            self._done, self._since = self._pipeline.done, self._now()
-        return self._now() - self._since
+        """Return them; to be called often."""
+        now, done = self._now(), self._pipeline.done
+        past, self._latest = min(now - self._latest, _LONGEST_SECONDS), now
+        self._seconds = self._seconds + past if done == self._done else 0.0
+        self._done = done
+        return self._seconds
 
     def _now(self) -> float:
         """Return the time, less what the thread has waited for a processor so far."""
