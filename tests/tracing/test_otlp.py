@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import socket
@@ -33,8 +32,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import TraceSummary, attach
-from sgl_aspects.tracing.export import exporters, otlp
-from sgl_aspects.tracing.settings import TraceSettings
+from sgl_aspects.tracing.export import otlp
 from tests.support.distributions import install
 from tests.support.otlp_receiver import Receiver, Span, backend, http_receiver, spans_of
 from tests.support.processes import peak_megabytes
@@ -402,18 +400,3 @@ def test_an_exporter_that_a_package_registers(
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "missing")
     with pytest.raises(ConfigError, match="opentelemetry_traces_exporter"):
         attach()
-
-
-def test_an_exporter_that_hangs_while_it_is_made_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    made = threading.Event()
-    tmp_path.joinpath("slow_exporter.py").write_text("made = None\ndef Spans():\n    made.wait(60)\n")
-    install(tmp_path, "slow-exporter", "[opentelemetry_traces_exporter]\nslow=slow_exporter:Spans\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(importlib.import_module("slow_exporter"), "made", made)
-    monkeypatch.setattr(exporters, "_MAKING_SECONDS", 0.1)
-    settings = TraceSettings.chosen({}, level=1, exporters=["slow"])
-    with pytest.raises(ConfigError, match=r"of slow-exporter.* was not made within"):
-        exporters.make_pipeline("slow", settings)
-    made.set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.export import exporters
 from sgl_aspects.tracing.plugin import activate
 from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
+from tests.support.distributions import install
 
 
 @pytest.mark.parametrize(
@@ -142,3 +146,18 @@ def test_one_session_at_a_time_and_the_environment_comes_back(monkeypatch: pytes
     assert "ASPECTS_TRACE_RUN" not in os.environ
     assert not os.path.exists(session.run_folder)
     assert len(aspects.report().hooks) == before
+
+
+def test_an_exporter_that_hangs_while_it_is_made_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = threading.Event()
+    tmp_path.joinpath("slow_exporter.py").write_text("made = None\ndef Spans():\n    made.wait(60)\n")
+    install(tmp_path, "slow-exporter", "[opentelemetry_traces_exporter]\nslow=slow_exporter:Spans\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(importlib.import_module("slow_exporter"), "made", made)
+    monkeypatch.setattr(exporters, "_MAKING_SECONDS", 0.1)
+    settings = TraceSettings.chosen({}, level=1, exporters=["slow"])
+    with pytest.raises(ConfigError, match=r"of slow-exporter.* was not made within"):
+        exporters.make_pipeline("slow", settings)
+    made.set()
