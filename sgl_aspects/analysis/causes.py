@@ -249,10 +249,10 @@ class Causes:
         return sorted(found, key=lambda span: (span.name == _DETOKENIZE, span.start_ns))
 
     def _is_sent_at_once(self, request: Span) -> bool:
-        """Return whether it is an image, or one of several answers whose prompt is in the prefix cache."""
+        """Return whether it is for an image, or an answer whose prompt is in the prefix cache."""
         is_one_of_several = not request.is_server or request.number(_CHOICES) > 1
         names = {span.name for span in self._children[request.span_id]}
-        is_for_image = schema.ENCODE.name in names
+        is_for_image = schema.DENOISE.name in names
         return (is_one_of_several or is_for_image) and _QUEUE in names and _TOKENIZE not in names
 
     def _awaited(self, request: Span) -> Iterator[Span]:

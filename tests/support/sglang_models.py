@@ -105,6 +105,33 @@ def make_diffusion(folder: Path) -> Path:
     return folder
 
 
+def make_video_diffusion(folder: Path) -> Path:
+    """A random Wan of a layer, for videos, which runs here in diffusers' own pipeline."""
+    import torch
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+    from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+    torch.manual_seed(7)
+    width, heads = 64, 2
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer(), pad_token="<|text|>", eos_token="<|end|>"
+    )
+    of_encoder = {
+        "vocab_size": len(tokenizer),
+        "num_layers": 1,
+        "num_heads": heads,
+        "is_encoder_decoder": False,
+    }
+    encoder = UMT5EncoderModel(UMT5Config(d_model=width, d_kv=width // heads, d_ff=128, **of_encoder))
+    of_transformer = {"num_attention_heads": heads, "attention_head_dim": 128, "num_layers": 1}
+    transformer = WanTransformer3DModel(text_dim=width, ffn_dim=128, **of_transformer)
+    decoder = AutoencoderKLWan(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    pipeline = WanPipeline(tokenizer, encoder, decoder, scheduler, transformer)
+    pipeline.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 def hugging_face_folder(gguf: Path, folder: Path, *, dtype: str = "float32") -> Path:
     """Convert the GGUF file to config, tokenizer and safetensors, for transformers and SGLang.
 

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.support.engine_server import EngineServer, start_server
 from tests.support.otlp_receiver import Receiver, Span
 from tests.support.phases import engine_receiver, run_prefix
 from tests.support.processes import free_port
-from tests.support.sglang_models import make_diffusion
+from tests.support.sglang_models import make_diffusion, make_video_diffusion
 from tests.support.sglang_server import SGLANG_SERVE
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -37,7 +38,8 @@ PHASES = ["queue", "encode", "denoise", "decode_latents"]
 ALONE, TOGETHER, REFUSED, FAILED, LEFT, BEHIND = 1, (2, 3, 4), (5, 6), 7, 8, 9
 #: A batch is run once it is full, or after a second.
 BATCHES = ["--batching-max-size", str(len(TOGETHER)), "--batching-delay-ms", "1000"]
-MODEL = ["--model-id", "Z-Image-Turbo", "--backend", "sglang", "--warmup-mode", "off"]
+MODEL = ["--model-id", "Z-Image-Turbo", "--backend", "sglang"]
+VIDEOS = ["--model-id", "Wan2.1-T2V-1.3B-Diffusers", "--backend", "diffusers"]
 PROGRAM = """
 if __name__ == "__main__":
     import sys
@@ -76,14 +78,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_diffusion(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@contextmanager
+def serving(
+    receiver: Receiver, folder: Path, model: Path, more: list[str], level: int
+) -> Iterator[EngineServer]:
+    port = free_port()
+    words = [*run_prefix(receiver, level), *SGLANG_SERVE, "--model-path", str(model), *more]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--warmup-mode", "off"]
+    environment = {"OTEL_BSP_SCHEDULE_DELAY": "100"}  # of 5 s, which is waited for
+    with start_server(EngineServer, words, port, folder / "log", environment) as server:
+        yield server
+
+
 @pytest.fixture(scope="module")
 def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    folder, port = tmp_path_factory.mktemp("run"), free_port()
+    folder = tmp_path_factory.mktemp("run")
     with engine_receiver() as receiver:
-        words = [*run_prefix(receiver, level=3), *SGLANG_SERVE, "--model-path", str(model), *MODEL, *BATCHES]
-        words += ["--host", "127.0.0.1", "--port", str(port)]
-        environment = {"OTEL_BSP_SCHEDULE_DELAY": "100"}  # of 5 s, which is waited for below
-        with start_server(EngineServer, words, port, folder / "log", environment) as server:
+        with serving(receiver, folder, model, [*MODEL, *BATCHES], level=3) as server:
 
             def ask(number: int) -> str:
                 return str(server.post(PATH, BODY, parent(number))["id"])
@@ -192,3 +203,17 @@ def test_a_program_without_a_server_is_traced(model: Path, tmp_path: Path) -> No
     assert failed.attributes["error.type"] == "error"
     below = [span.name for span in receiver.spans if span.parent_id == answered.span_id]
     assert below == PHASES
+
+
+def test_the_request_for_a_video_ends_with_its_job(tmp_path: Path) -> None:
+    body = {"prompt": "a fox", "size": "64x64", "num_frames": 5, "num_inference_steps": 2}
+    with engine_receiver() as receiver:
+        with serving(receiver, tmp_path, make_video_diffusion(tmp_path / "wan"), VIDEOS, level=1) as server:
+            job = server.post("/v1/videos", body, parent(1))["id"]
+            receiver.wait_for(lambda spans: has_root(spans, 1))
+        root, *phases = sorted(receiver.spans, key=lambda span: span.start)
+    assert [span.name for span in phases] == ["queue", "denoise"]  # all of diffusers' pipeline is one stage
+    assert root.attributes["gen_ai.response.id"] == job
+    assert root.attributes["gen_ai.output.type"] == "video"
+    assert root.attributes["gen_ai.response.finish_reasons"] == ["stop"]
+    assert root.end >= phases[-1].end
