@@ -19,7 +19,6 @@ from sgl_aspects.engines.device import platform_of
 _RUNTIME = "sglang.multimodal_gen.runtime"
 _CLIENT = f"{_RUNTIME}.scheduler_client:*SchedulerClient"
 _SCHEDULER = f"{_RUNTIME}.managers.scheduler:Scheduler"
-_WORKER = f"{_RUNTIME}.managers.gpu_worker:GPUWorker"
 _DENOISING = f"{_RUNTIME}.pipelines_core.stages.denoising:DenoisingStage+"
 _EXECUTOR = f"{_RUNTIME}.pipelines_core.executors.pipeline_executor:PipelineExecutor"
 
@@ -35,12 +34,6 @@ class _Pass(NamedTuple):
     requests: list[Any]
 
 
-class _Running:
-    """The requests that the process works on. A batch made of several has the id of none of them."""
-
-    requests: ClassVar[list[Any]] = []
-
-
 def _first(payload: Any) -> Any:
     """Return the request of a message, or the first of those for the images of one request."""
     return payload[0] if isinstance(payload, list) and payload else payload
@@ -49,9 +42,8 @@ def _first(payload: Any) -> Any:
 def _is_own(payload: Any) -> bool:
     """Return whether it is the engine's: a control message, or a warm-up."""
     request = _first(payload)
-    if getattr(request, "sampling_params", None) is None:
-        return True
-    return bool(request.is_warmup or request.extra.get("server_internal_prewarm"))
+    is_control = getattr(request, "sampling_params", None) is None
+    return is_control or bool(request.is_warmup or request.extra.get("server_internal_prewarm"))
 
 
 def _rid(payload: Any) -> str:
@@ -61,24 +53,9 @@ def _rid(payload: Any) -> str:
     return str(rid or f"file-{zlib.crc32(str(request.output_file_name).encode()):08x}")
 
 
-def _of_request(name: str) -> Any:
-    return lambda payload: getattr(_first(payload), name, None)
-
-
-def _seed(payload: Any) -> int | None:
-    seed = _first(payload).seed
-    return seed if isinstance(seed, int) else None
-
-
 def _images(payload: Any) -> int | None:
-    count = len(payload) if isinstance(payload, list) else 1
-    count *= _first(payload).num_outputs_per_prompt or 1
+    count = len(payload) if isinstance(payload, list) else payload.num_outputs_per_prompt or 1
     return count if count > 1 else None
-
-
-def _messages(payload: Any) -> list[tuple[str, str]] | None:
-    prompt = _first(payload).prompt
-    return [("user", prompt)] if isinstance(prompt, str) else None
 
 
 def _kind(payload: Any) -> str:
@@ -87,48 +64,46 @@ def _kind(payload: Any) -> str:
 
 def _pass(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Pass | None:
     _, _, step, batch = args[:4]
-    return None if _is_own(batch) else _Pass(step.step_index, _Running.requests)
+    return None if _is_own(batch) else _Pass(step.step_index, _Stages.running)
 
 
-def _describe(server_args: Any) -> dict[str, Any]:
-    return {"service": server_args.served_model_name}
+def _reason(output: Any) -> str:
+    return "error" if getattr(output, "error", None) else "stop"
 
 
 _asked = parameter(2, "batch", lambda batch: None if _is_own(batch) else batch)
-_ended = {
-    "req": parameter(1, "item", lambda item: item[1]),
-    "finish_reason": parameter(
-        2, "output_batch", lambda output: "error" if getattr(output, "error", None) else "stop"
-    ),
-}
+_described = parameter(1, "server_args", lambda given: {"service": given.served_model_name})
+_answered = parameter(1, "item", lambda item: item[1])
+_ended = {"req": _answered, "finish_reason": parameter(2, "output_batch", _reason)}
 
 
 class _Stages:
     """Reports the phases of requests."""
+
+    #: What the process works on. A batch made of several requests has the id of none of them.
+    running: ClassVar[list[Any]] = []
 
     def __init__(self, trackers: Lifecycle) -> None:
         self._requests = trackers.requests
         self._dispatched = trackers.engine.call_reader("dispatch", "items")
         self._stage = trackers.engine.call_reader("run_stage", "stage")
 
+    def observations(self) -> Iterable[Observation]:
+        return [Observation("dispatch", self.dispatched), Observation("run_stage", self.enters)]
+
     def dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _Running.requests = [item for _, item in self._dispatched(args, kwargs) if not _is_own(item)]
+        _Stages.running = [item for _, item in self._dispatched(args, kwargs) if not _is_own(item)]
 
     def enters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stage = self._stage(args, kwargs)
         named = _NAMED.search(type(stage).__name__)
         phase = named.lastgroup if named else _PARTS.get(stage.role_affinity.value, "encode")
-        for payload in _Running.requests:
+        for payload in self.running:
             rid = _rid(payload)
             self._requests.enter(rid, str(phase))
             request = self._requests.requests.get(rid)
             if request is not None and phase == "denoise":
                 request.values = None, _first(payload).num_inference_steps
-
-
-def _observers(trackers: Lifecycle) -> Iterable[Observation]:
-    stages = _Stages(trackers)
-    return [Observation("dispatch", stages.dispatched), Observation("run_stage", stages.enters)]
 
 
 SGLANG_DIFFUSION = Engine(
@@ -143,33 +118,27 @@ SGLANG_DIFFUSION = Engine(
         "end_scheduled_request": Role((f"{_SCHEDULER}._return_item_result",), reads=_ended),
         "run_batch": Role((f"{_DENOISING}._run_denoising_step",), reads={"batch": _pass}),
         "forward": Role((f"{_DENOISING}._predict_noise_with_cfg",), ("model_runner:self",)),
-        "describe_scheduler": Role(
-            (f"{_SCHEDULER}.__init__",), reads={"description": parameter(1, "server_args", _describe)}
-        ),
+        "describe_scheduler": Role((f"{_SCHEDULER}.__init__",), reads={"description": _described}),
         "start_engine": Role((f"{_SCHEDULER}.__init__",)),
-        "load_model": Role((f"{_WORKER}.init_device_and_model",)),
-        "load_adapter": Role((f"{_WORKER}.set_lora",), reads={"adapter": parameter(1, "lora_nickname")}),
-        "update_weights_from_disk": Role((f"{_SCHEDULER}._handle_update_weights_from_disk",)),
-        "sleep": Role((f"{_WORKER}.release_memory_occupation",)),
-        "wake_up": Role((f"{_WORKER}.resume_memory_occupation",)),
+        "load_model": Role((f"{_RUNTIME}.managers.gpu_worker:GPUWorker.init_device_and_model",)),
     },
     own_roles={
         "dispatch": Role((f"{_SCHEDULER}._dispatch_items",), ("_", "items")),
         "run_stage": Role((f"{_EXECUTOR}.run_stage_with_context",), ("_", "stage")),
     },
-    observers=_observers,
+    observers=lambda trackers: _Stages(trackers).observations(),
     attributes={
         "manager.model": "server_args.served_model_name",
         "request.rids": lambda payload: ("" if payload is None else _rid(payload),),
         "request.operation": lambda payload: "generate_content",
         "request.output_type": _kind,
         "request.choice_count": _images,
-        "request.seed": _seed,
-        "request.messages": _messages,
+        "request.seed": lambda payload: _first(payload).seed if _images(payload) is None else None,
+        "request.messages": lambda payload: [("user", str(_first(payload).prompt))],
         # A video's HTTP request only begins it.
         "request.ends_with_exchange": lambda payload: _kind(payload) in ("image", "action"),
         "outputs.counts": lambda answer: (None, None, None),
-        "outputs.reason": lambda answer: "error" if answer[1].error else "stop",
+        "outputs.reason": lambda answer: _reason(answer[1]),
         "message.rid": _rid,
         "message.is_probe": _is_own,
         "req.rid": _rid,

@@ -200,6 +200,7 @@ def test_a_program_without_a_server_is_traced(model: Path, tmp_path: Path) -> No
     answered, failed = [span for span in receiver.spans if "gen_ai.operation.name" in span.attributes]
     assert answered.attributes["gen_ai.response.finish_reasons"] == ["stop"]
     assert not answered.is_error
+    assert answered.attributes["gen_ai.request.choice.count"] == 2
     assert failed.attributes["error.type"] == "error"
     below = [span.name for span in receiver.spans if span.parent_id == answered.span_id]
     assert below == PHASES
