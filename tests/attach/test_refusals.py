@@ -20,6 +20,7 @@ from sgl_aspects.attach.ptrace import stopped
 from sgl_aspects.attach.rights import Facts, refusal
 from sgl_aspects.errors import AttachError
 from tests.support.attachable import command, running
+from tests.support.tree import PACKAGE
 
 _ALLOWED = Facts(
     process_id=7,
@@ -99,7 +100,8 @@ def test_a_process_with_more_capabilities(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_room_for_the_modules_is_one_line(tmp_path: Path) -> None:
-    # As a disk that is full after so much. No byte code, which the limit would cut off.
+    # As a disk that is full after so much. No byte code is left to be written, which the limit would cut off.
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(PACKAGE)], check=False)
     limited = ["sh", "-c", 'ulimit -f 16 && PYTHONDONTWRITEBYTECODE=1 exec "$@"', "sh"]
     with running(tmp_path) as program:
         words = [*limited, *command("attach", str(program.id), "--force", "--file=/dev/null")]
