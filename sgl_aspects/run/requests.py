@@ -24,7 +24,7 @@ from typing import Any
 
 from sgl_aspects import env
 from sgl_aspects.errors import AttachError, ConfigError
-from sgl_aspects.files import unfollowed, write_private
+from sgl_aspects.files import read_small, unfollowed, write_private
 from sgl_aspects.run import entry, prepared
 from sgl_aspects.run.control import own_folder
 
@@ -193,8 +193,9 @@ class Request:
         failure = Path(f"{script}{prepared.FAILED}")
 
         def has_begun() -> bool:
-            if failure.exists():
-                raise AttachError(f"process {self.process_id} cannot start a thread: {failure.read_text()}")
+            if failure.exists():  # the process's own, which may be anything
+                why = read_small(failure).decode(errors="replace")
+                raise AttachError(f"process {self.process_id} cannot start a thread: {why}")
             return self.taken.exists()
 
         return carrier(script, has_begun)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -205,3 +205,16 @@ def test_a_living_process_writes_its_report_again_when_it_is_read(
     assert not report.ended
     assert [hook.calls for hook in report.report.hooks if hook.target == "victim:used"] == [1]
     assert list(read_all(tmp_path / "reports")) == [report]
+
+
+@pytest.mark.timeout(30)
+def test_why_a_process_cannot_begin_is_not_waited_for(tmp_path: Path) -> None:
+    """It is the process's own file, and may be a pipe."""
+    request = Request(tmp_path, os.getpid(), "asked:answer", {})
+
+    def carry(script: Path, has_begun: Callable[[], bool]) -> float:
+        os.mkfifo(f"{script}{prepared.FAILED}")
+        return float(has_begun())
+
+    with pytest.raises(OSError, match="not a file"):
+        request.carry(carry)
