@@ -56,6 +56,7 @@ C_CALLABLES = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
     types.WrapperDescriptorType,
 )
+C_DESCRIPTORS = (*C_CALLABLES[1:], types.GetSetDescriptorType, types.MemberDescriptorType)
 
 # -- the attribute ---------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ from sgl_aspects.weaving.attributes import (
     namespace,
 )
 from sgl_aspects.weaving.chain import is_of_caller
-from sgl_aspects.weaving.descriptors import descriptor_anew
+from sgl_aspects.weaving.descriptors import C_DESCRIPTORS, descriptor_anew
 from sgl_aspects.weaving.functions import are_constants
 from sgl_aspects.weaving.hooks import Result
 from sgl_aspects.weaving.referrers import Exclusions, referrers, unfrozen
@@ -116,6 +116,12 @@ def _replace_in_class(cls: type, new: New) -> None:
     for name, value in list(type.__dict__["__dict__"].__get__(cls).items()):
         if new(value) is not value:
             type.__setattr__(cls, name, new(value))
+
+
+def _classes_in_c(names: dict[Any, Any]) -> list[type]:
+    """Return the class with these attributes, if it is a static one of C, which is not tracked."""
+    homes = [value.__objclass__ for value in list(dict.values(names)) if is_a(value, C_DESCRIPTORS)]
+    return [cls for cls in homes if holds(gc.get_referents(vars(type)["__dict__"].__get__(cls)), names)][:1]
 
 
 def _replace_tuple(referrer: tuple[Any, ...], owners: list[Any], new: New) -> int:
@@ -315,11 +321,7 @@ class _Collected:
         dependent: list[Any] = []
         for referrer in found:
             owned_by = owners.get(id(referrer), [])
-            if is_a(referrer, dict) and any(map(is_class, owned_by)):
-                for cls in owned_by:
-                    if is_class(cls) and id(cls) not in self.kept:
-                        _replace_in_class(cls, self._new)
-            elif is_a(referrer, types.MethodType):
+            if is_a(referrer, types.MethodType):
                 anew += self._bound_anew(referrer)
             elif is_a(referrer, (staticmethod, classmethod, property)):
                 remade = descriptor_anew(referrer, self._new)
@@ -327,8 +329,7 @@ class _Collected:
             elif is_a(referrer, types.FrameType):
                 if referrer.f_code.co_flags & SUSPENDS:  # Python 3.10, instead of the generator
                     self._report(gc.get_referents(referrer), f"a generator ({referrer.f_code.co_name})")
-            # Other descriptors refer to their own class.
-            elif not is_a(referrer, (types.GetSetDescriptorType, types.MemberDescriptorType)):
+            elif not is_a(referrer, C_DESCRIPTORS):  # they refer to their own class
                 try:
                     self._replace_in(referrer, owned_by)
                 except _HashDependsError:
@@ -354,6 +355,12 @@ class _Collected:
 
     def _replace_in(self, referrer: Any, owners: list[Any]) -> None:
         if is_a(referrer, dict):
+            classes = [*filter(is_class, owners)] or _classes_in_c(referrer)
+            for cls in classes:
+                if id(cls) not in self.kept:
+                    _replace_in_class(cls, self._new)
+            if classes:
+                return
             for owner in owners:
                 if namespace(owner) is referrer and _own_hash(owner) is not None:
                     _replace_attributes(owner, self._new)
@@ -447,6 +454,8 @@ def describe(obj: Any) -> str:
         return describe(obj.__func__)
     if is_a(obj, property):
         return describe(obj.fget)
+    if is_a(obj, C_DESCRIPTORS):
+        return f"{class_name(obj.__objclass__)}.{obj.__name__}"
     if is_a(obj, (types.FunctionType, types.BuiltinFunctionType, type)):
         return class_name(obj) if is_class(obj) else f"{obj.__module__}:{obj.__qualname__}"
     # From the dictionary, without getattr(), which may run foreign code.
