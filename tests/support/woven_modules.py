@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import sgl_aspects as aspects
-from sgl_aspects.weaving import weaver
 
 METHODS = """
 import functools
@@ -97,14 +96,6 @@ armed = True
 """Descriptors and classes with ways of their own: constructors, slots, refusals."""
 
 
-@pytest.fixture(autouse=True)
-def no_hook_is_left() -> Iterator[None]:
-    """A test that fails halfway leaves its hooks; the next one starts without them."""
-    yield
-    weaver.remove(weaver.advices)
-    assert aspects.report() == aspects.Report()
-
-
 @contextmanager
 def module_of(source: str, name: str = "engine") -> Iterator[Any]:
     """A loaded module with ``source`` as its code."""
@@ -117,8 +108,28 @@ def module_of(source: str, name: str = "engine") -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
+def fixture_of(source: str) -> Any:
+    """A fixture: a loaded module ``engine`` with ``source`` as its code."""
+
+    @pytest.fixture
+    def made() -> Iterator[Any]:
+        with module_of(source) as module:
+            yield module
+
+    return made
+
+
 def advice(target: str, hook_type: aspects.HookType, hook: Any, **options: Any) -> aspects.Advice:
     return aspects.Advice(aspects.Target.parse(target), hook_type, hook, **options)
+
+
+def mark(*targets: str, name: str = "hook", **options: Any) -> aspects.Advice:
+    """A hook that appends its name to the list that the target returns."""
+
+    def hook(result: list[str], *args: Any, **kwargs: Any) -> list[str]:
+        return [*result, name]
+
+    return aspects.Advice(aspects.Target.parse(targets), aspects.HookType.AFTER, hook, **options)
 
 
 def around(target: str, hook: Callable[..., Any] | None = None, **options: Any) -> aspects.Advice:

@@ -17,15 +17,16 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import HookRegistry, HookType, State
 from sgl_aspects.weaving import Pieces, in_pieces
-from tests.support.woven_modules import advice, around, hooked, module_of, no_hook_is_left
+from tests.support.woven_modules import advice, around, fixture_of, hooked, module_of
 
-__all__ = ["no_hook_is_left"]
+engine = fixture_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): return 'm'\n")
 
 
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    with module_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): return 'm'\n") as module:
-        yield module
+def output_beside_an_engine(folder: Path, *program: str) -> str:
+    (folder / "engine.py").write_text("def f(): return 'f'\n")
+    done = subprocess.run([sys.executable, "-c", *program], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 FREEZING = """
@@ -46,11 +47,7 @@ print(json.dumps([seen, held["f"](), gc.get_freeze_count() - before]))
 @pytest.mark.parametrize("freezes", ["freezes", ""])
 def test_a_heap_is_frozen_afterwards_if_the_engine_has_frozen_it(freezes: str, tmp_path: Path) -> None:
     """CPython 3.12 has frozen some objects of its own before any program runs."""
-    (tmp_path / "engine.py").write_text("def f(): return 'f'\n")
-    command = [sys.executable, "-c", FREEZING, freezes]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    seen, after, more = json.loads(done.stdout)
+    seen, after, more = json.loads(output_beside_an_engine(tmp_path, FREEZING, freezes))
     assert (seen, after) == (["hooked", "f"], "f")
     assert more >= 0 if freezes else more == 0
 
@@ -73,10 +70,7 @@ print(sum(node() is not None for node in ended), aspects.report().hooks)
 
 
 def test_what_lived_while_a_hook_was_woven_is_freed_in_a_process_that_froze_its_heap(tmp_path: Path) -> None:
-    (tmp_path / "engine.py").write_text("def f(): return 'f'\n")
-    done = subprocess.run([sys.executable, "-c", SERVING], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    stayed, hooks = done.stdout.split()
+    stayed, hooks = output_beside_an_engine(tmp_path, SERVING).split()
     assert int(stayed) <= 20
     assert hooks == "()"
 
@@ -189,17 +183,8 @@ def test_nothing_is_imported_while_hooks_change(engine: Any, monkeypatch: pytest
     assert seen == []
 
 
-ODD = "def f(x=0): return ('f', x)"
-
-
-@pytest.fixture
-def odd() -> Iterator[Any]:
-    with module_of(ODD) as module:
-        yield module
-
-
-def test_what_the_last_call_says_holds_after_many_threads(odd: Any) -> None:
-    original = odd.f
+def test_what_the_last_call_says_holds_after_many_threads(engine: Any) -> None:
+    original = engine.f
     barrier = threading.Barrier(6)
 
     def work(number: int) -> None:
@@ -223,27 +208,18 @@ def test_what_the_last_call_says_holds_after_many_threads(odd: Any) -> None:
         assert not thread.is_alive()
     HookRegistry.reset()
     assert aspects.report().hooks == ()
-    assert odd.f is original
+    assert engine.f is original
     HookRegistry.apply_hooks()
-    assert odd.f is original
+    assert engine.f is original
 
 
-METHODS = "def f(x=0, *, y=1): return ('f', x, y)\ndef g(): return 'g'"
-
-
-@pytest.fixture
-def methods() -> Iterator[Any]:
-    with module_of(METHODS) as module:
-        yield module
-
-
-def test_a_hook_that_was_switched_off_and_removed_is_on_when_it_is_woven_again(methods: Any) -> None:
+def test_a_hook_that_was_switched_off_and_removed_is_on_when_it_is_woven_again(engine: Any) -> None:
     hook = around("engine:f", hooked)
     handle = aspects.weave(hook)
     handle.disable()
     handle.remove()
     with aspects.woven(hook):
-        assert methods.f() == ("hooked", ("f", 0, 1))
+        assert engine.f() == ("hooked", ("f", 0))
 
 
 def _tuple_made_meanwhile(wait: Callable[[], object]) -> object:

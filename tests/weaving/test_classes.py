@@ -14,6 +14,7 @@ import sgl_aspects as aspects
 from sgl_aspects import HookSource, HookType, State, Target
 from sgl_aspects.errors import HookError
 from tests.support.stand_ins import Engine
+from tests.support.woven_modules import mark
 
 ENGINE = """
 class Base:
@@ -81,19 +82,9 @@ def replacing(target: str, cls: type, **options: Any) -> aspects.Advice:
     return aspects.Advice(Target.parse(target), HookType.REPLACE, cls, **options)
 
 
-def mark(
-    target: str, name: str = "hook", hook_type: HookType = HookType.AFTER, **options: Any
-) -> aspects.Advice:
-    """A hook that appends its name to the list that the target returns, or returns only that."""
-
-    def after(result: list[str], *args: Any, **kwargs: Any) -> list[str]:
-        return [*result, name]
-
-    def replace(*args: Any, **kwargs: Any) -> list[str]:
-        return [name]
-
-    hook = replace if hook_type is HookType.REPLACE else after
-    return aspects.Advice(Target.parse(target), hook_type, hook, **options)
+def replacing_function(target: str, name: str = "hook", **options: Any) -> aspects.Advice:
+    """A hook that returns only its name, in a list."""
+    return aspects.Advice(Target.parse(target), HookType.REPLACE, lambda *args: [name], **options)
 
 
 @pytest.fixture
@@ -383,8 +374,8 @@ def test_replacing_a_method_that_the_replacement_defines_itself_warns(
     module, plugin = both
     source = HookSource("one", "one-dist")
     by_class = replacing("engine:Scheduler", plugin.Better, source=source)
-    by_method = mark("engine:Scheduler.run", hook_type=HookType.REPLACE, source=HookSource("two"))
-    inherited = mark("engine:Scheduler.plan", name="planned", hook_type=HookType.REPLACE)
+    by_method = replacing_function("engine:Scheduler.run", source=HookSource("two"))
+    inherited = replacing_function("engine:Scheduler.plan", name="planned")
     for order in ((by_class, by_method, inherited), (by_method, inherited, by_class)):
         caplog.clear()
         handles = [aspects.weave(advice) for advice in order]
@@ -446,37 +437,30 @@ def test_a_pattern_may_replace_classes_and_skips_functions(both: Any) -> None:
 # -- kinds of classes -------------------------------------------------------------------------------------
 
 KINDS = {
-    "dataclass": (
-        """
+    "dataclass": """
         import dataclasses
         @dataclasses.dataclass
         class Old:
             a: int = 1
             b: str = "x"
-        """,
-        """
+        # the plugin
         import dataclasses
         @dataclasses.dataclass
         class New(Old):
             c: float = 0.5
-        """,
-    ),
-    "dataclass with slots": (
-        """
+    """,
+    "dataclass with slots": """
         import dataclasses
         @dataclasses.dataclass(slots=True)
         class Old:
             a: int = 1
-        """,
-        """
+        # the plugin
         import dataclasses
         @dataclasses.dataclass(slots=True)
         class New(Old):
             c: float = 0.5
-        """,
-    ),
-    "metaclass": (
-        """
+    """,
+    "metaclass": """
         class Meta(type):
             made = []
             def __call__(cls, *args):
@@ -484,54 +468,43 @@ KINDS = {
                 return super().__call__(*args)
         class Old(metaclass=Meta):
             a = 1
-        """,
-        """
+        # the plugin
         class New(Old): pass
-        """,
-    ),
-    "slots": (
-        """
+    """,
+    "slots": """
         class Old:
             __slots__ = ("a",)
             def __init__(self): self.a = 1
-        """,
-        """
+        # the plugin
         class New(Old):
             __slots__ = ("b",)
-        """,
-    ),
-    "generic": (
-        """
+    """,
+    "generic": """
         from typing import Generic, TypeVar
         T = TypeVar("T")
         class Old(Generic[T]):
             a = 1
         Alias = Old[int]
-        """,
-        """
+        # the plugin
         class New(Old[int]): pass
-        """,
-    ),
-    "init_subclass": (
-        """
+    """,
+    "init_subclass": """
         class Old:
             a = 1
             seen = []
             def __init_subclass__(cls): Old.seen.append(cls.__name__)
-        """,
-        """
+        # the plugin
         class New(Old): pass
-        """,
-    ),
+    """,
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_class_is_replaced_and_comes_back(engine: Engine, kind: str) -> None:
-    old_source, new_source = KINDS[kind]
+    old_source, new_source = textwrap.dedent(KINDS[kind]).split("# the plugin")
     holding = "class Holder:\n    cls = Old\ntable = {'old': Old}\n"
-    engine.write("engine.py", textwrap.dedent(old_source) + holding)
-    engine.write("plugin.py", "from engine import Old\n" + textwrap.dedent(new_source))
+    engine.write("engine.py", old_source + holding)
+    engine.write("plugin.py", "from engine import Old\n" + new_source)
     module, plugin = engine.load("engine"), engine.load("plugin")
     old = module.Old
     with aspects.woven(replacing("engine:Old", plugin.New)):

@@ -14,9 +14,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
-from tests.support.woven_modules import advice, around, module_of, no_hook_is_left
-
-__all__ = ["no_hook_is_left"]
+from tests.support.woven_modules import advice, around, module_of
 
 SOURCE = """
 import dataclasses, functools

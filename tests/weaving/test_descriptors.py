@@ -7,7 +7,7 @@ import inspect
 import sys
 import textwrap
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,18 +21,12 @@ from tests.support.woven_modules import (
     Watch,
     advice,
     around,
+    fixture_of,
     hooked,
     module_of,
-    no_hook_is_left,
 )
 
-__all__ = ["no_hook_is_left"]
-
-
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    with module_of(METHODS) as module:
-        yield module
+engine = fixture_of(METHODS)
 
 
 @pytest.mark.parametrize("make", ["Mock(spec=f)", "create_autospec(f)", "MagicMock()"])
@@ -83,16 +77,18 @@ def test_a_descriptor_around_what_others_use_too(name: str) -> None:
         assert vars(module.A)[name] is raw
 
 
+OF_META = """
+class Meta(type):
+    def of(cls): return cls.__name__
+class Made(metaclass=Meta): pass
+class Sub(Made): pass
+class Answering(metaclass=Meta):
+    def __getattr__(self, name): return f"answer to {name}"
+"""
+
+
 def test_instances_do_not_have_a_hooked_method_of_the_metaclass(engine: Any) -> None:
-    source = """
-    class Meta(type):
-        def of(cls): return cls.__name__
-    class Made(metaclass=Meta): pass
-    class Sub(Made): pass
-    class Answering(metaclass=Meta):
-        def __getattr__(self, name): return f"answer to {name}"
-    """
-    exec(textwrap.dedent(source), vars(engine))
+    exec(OF_META, vars(engine))
     with aspects.woven(around("engine:Made.of", hooked), around("engine:Answering.of", hooked)):
         assert [engine.Made.of(), engine.Sub.of()] == [("hooked", "Made"), ("hooked", "Sub")]
         assert engine.Answering.of() == ("hooked", "Answering")
@@ -103,13 +99,7 @@ def test_instances_do_not_have_a_hooked_method_of_the_metaclass(engine: Any) -> 
 
 
 def test_a_hooked_method_of_the_metaclass_outlives_the_hook_on_a_base(engine: Any) -> None:
-    source = """
-    class Meta(type):
-        def of(cls): return cls.__name__
-    class Made(metaclass=Meta): pass
-    class Sub(Made): pass
-    """
-    exec(textwrap.dedent(source), vars(engine))
+    exec(OF_META, vars(engine))
     base = aspects.weave(around("engine:Made.of", hooked))
     with aspects.woven(around("engine:Sub.of", hooked)):
         base.remove()
@@ -261,10 +251,7 @@ def test_a_descriptor_that_computes_what_cannot_be_called(
         aspects.weave(around("engine:A.mocked", hooked))
 
 
-@pytest.fixture
-def odd() -> Iterator[Any]:
-    with module_of(ODD_DESCRIPTORS) as module:
-        yield module
+odd = fixture_of(ODD_DESCRIPTORS)
 
 
 @pytest.mark.parametrize(
@@ -317,20 +304,14 @@ def test_a_descriptor_that_cannot_be_called_but_binds(odd: Any) -> None:
     assert vars(odd.A)["bound"] is raw
 
 
-@pytest.fixture
-def small() -> Iterator[Any]:
-    with module_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): return 'm'\n") as module:
-        yield module
-
-
-def test_the_call_of_one_instance_is_hooked_by_its_own_name(small: Any) -> None:
+def test_the_call_of_one_instance_is_hooked_by_its_own_name(engine: Any) -> None:
     """What stands as ``__call__`` in an instance, Python never calls."""
-    exec("class C:\n    def __call__(self, x): return x\nobj = C()\n", vars(small))
+    exec("class C:\n    def __call__(self, x): return x\nobj = C()\n", vars(engine))
     with pytest.raises(HookError, match=r"uses its class alone; hook the instance itself, .*C\.__call__"):
         aspects.weave(around("engine:obj.__call__", hooked))
     with aspects.woven(around("engine:obj", hooked)):
-        assert small.obj(1) == ("hooked", 1)
-    assert small.obj(1) == 1
+        assert engine.obj(1) == ("hooked", 1)
+    assert engine.obj(1) == 1
 
 
 def test_parts_of_a_property_that_are_hooked_at_once() -> None:

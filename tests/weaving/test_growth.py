@@ -16,9 +16,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
-from tests.support.woven_modules import advice, module_of, no_hook_is_left
-
-__all__ = ["no_hook_is_left"]
+from tests.support.woven_modules import advice, module_of
 
 SOURCE = "def f(ticket): return [ticket]\nclass C:\n    def m(self, ticket): return [ticket]\n"
 TARGETS = ["engine:f", "engine:C.m"]

@@ -9,22 +9,16 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
-from tests.support.woven_modules import METHODS, advice, around, hooked, module_of, no_hook_is_left
+from tests.support.woven_modules import METHODS, advice, around, fixture_of, hooked, module_of
 
-__all__ = ["no_hook_is_left"]
-
-
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    with module_of(METHODS) as module:
-        yield module
+engine = fixture_of(METHODS)
 
 
 def test_a_set_keeps_what_is_equal_to_its_proxy(engine: Any) -> None:
@@ -126,15 +120,6 @@ def test_bound_methods_of_other_instances_stay_as_they_are(engine: Any) -> None:
     assert held["one"]() == "m"
 
 
-ODD = "def f(x=0): return ('f', x)"
-
-
-@pytest.fixture
-def odd() -> Iterator[Any]:
-    with module_of(ODD) as module:
-        yield module
-
-
 class ListWithSlots(list):  # type: ignore[type-arg]
     __slots__ = ("callback",)
 
@@ -148,22 +133,22 @@ class TupleWithAttributes(tuple):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("kind", [ListWithSlots, DictWithAttributes, TupleWithAttributes])
-def test_attributes_of_subclasses_of_containers_are_rebound(odd: Any, kind: Any) -> None:
-    original, made = odd.f, kind()
-    made.callback = odd.f
+def test_attributes_of_subclasses_of_containers_are_rebound(engine: Any, kind: Any) -> None:
+    original, made = engine.f, kind()
+    made.callback = engine.f
     with aspects.woven(around("engine:f", hooked)):
-        assert made.callback is odd.f
+        assert made.callback is engine.f
         assert aspects.report().stale == ()
     assert made.callback is original
 
 
-def test_the_factory_of_a_defaultdict_is_rebound(odd: Any) -> None:
-    original = odd.f
-    made: Any = collections.defaultdict(odd.f)
-    made["also"] = odd.f
+def test_the_factory_of_a_defaultdict_is_rebound(engine: Any) -> None:
+    original = engine.f
+    made: Any = collections.defaultdict(engine.f)
+    made["also"] = engine.f
     with aspects.woven(around("engine:f", hooked)):
-        assert made["new"] == ("hooked", ("f", 0))
-        assert made.default_factory is made["also"] is odd.f
+        assert made["new"] == ("hooked", ("f", 0, 1))
+        assert made.default_factory is made["also"] is engine.f
     assert made.default_factory is original
 
 
@@ -181,17 +166,17 @@ class OddHash:
         return 1
 
 
-def test_a_holder_that_raises_is_named(odd: Any) -> None:
-    odd.odd = OddHash()
-    held = {odd.odd}
-    odd.odd.ready = True
+def test_a_holder_that_raises_is_named(engine: Any) -> None:
+    engine.odd = OddHash()
+    held = {engine.odd}
+    engine.odd.ready = True
     try:
         with aspects.woven(around("engine:odd", hooked), around("engine:f", hooked)):
-            assert odd.odd() == ("hooked", "odd")
-            assert odd.f() == ("hooked", ("f", 0))
+            assert engine.odd() == ("hooked", "odd")
+            assert engine.f() == ("hooked", ("f", 0, 1))
             assert "no hash today" in str(aspects.report())
     finally:
-        odd.odd.ready = False
+        engine.odd.ready = False
     assert len(held) == 1
 
 
@@ -213,36 +198,30 @@ class Own:
         return isinstance(other, Own) and self.function is other.function
 
 
-@pytest.fixture
-def one() -> Iterator[Any]:
-    with module_of("def f(x=1): return ('f', x)") as module:
-        yield module
-
-
 @pytest.mark.parametrize("kind", [Key, Own])
-def test_what_hashes_by_a_function_is_changed(one: Any, kind: Any) -> None:
-    own = kind(one.f)
+def test_what_hashes_by_a_function_is_changed(engine: Any, kind: Any) -> None:
+    own = kind(engine.f)
     holders = [own, {"by another key": own}]
     with aspects.woven(around("engine:f", hooked)):
-        assert own.function(2) == ("hooked", ("f", 2))
+        assert own.function(2) == ("hooked", ("f", 2, 1))
         assert aspects.report().stale == ()
-    assert own.function(2) == ("f", 2)
+    assert own.function(2) == ("f", 2, 1)
     del holders
 
 
 @pytest.mark.parametrize("kind", [Key, Own])
 @pytest.mark.parametrize("container", [dict, collections.OrderedDict, set, frozenset])
 def test_a_key_that_hashes_by_a_function_is_left_as_it_is_and_named(
-    one: Any, kind: Any, container: Any
+    engine: Any, kind: Any, container: Any
 ) -> None:
-    own = kind(one.f)
+    own = kind(engine.f)
     table = container([(own, 1), (own, 2)]) if issubclass(container, dict) else container([own])
     with aspects.woven(around("engine:f", hooked)):
         assert own in table
         assert [entry.target for entry in aspects.report().stale] == ["engine:f"]
         assert "whose hash depends on it, in a" in aspects.report().stale[0].holder
     assert own in table
-    assert own.function(2) == ("f", 2)
+    assert own.function(2) == ("f", 2, 1)
 
 
 @pytest.mark.parametrize("path", ["f", "cached", "A.m", "one.m"])
@@ -279,8 +258,8 @@ def test_keys_that_are_left_as_they_are_are_named(engine: Any) -> None:
     assert (list(both.values()), ordered, by_class) == (["hooked", "original"], {original: 1}, {cls: 1})
 
 
-def test_a_key_within_a_tuple_is_left_as_it_is_and_named(one: Any) -> None:
-    own = Key(one.f)
+def test_a_key_within_a_tuple_is_left_as_it_is_and_named(engine: Any) -> None:
+    own = Key(engine.f)
     table = {(own, 1): "found"}
     with aspects.woven(around("engine:f", hooked)):
         assert table[own, 1] == "found"

@@ -25,21 +25,9 @@ import sgl_aspects as aspects
 from sgl_aspects import HookType, State, Target
 from sgl_aspects.weaving import weaver
 from tests.support.stand_ins import Engine
+from tests.support.woven_modules import mark
 
 DEADLINE = 20
-
-
-def mark(*targets: str, name: str = "hook", **options: Any) -> aspects.Advice:
-    """A hook that appends its name to the list that the target returns."""
-
-    def hook(result: list[str], *args: Any, **kwargs: Any) -> list[str]:
-        return [*result, name]
-
-    return aspects.Advice(Target.parse(targets), HookType.AFTER, hook, **options)
-
-
-def state(advice: aspects.Advice) -> State:
-    return advice.state
 
 
 def in_threads(*functions: Any) -> None:
@@ -136,11 +124,11 @@ def test_a_hook_from_another_thread_while_the_module_loads(engine: Engine) -> No
     def weave() -> None:
         assert gate.reached.wait(DEADLINE)
         aspects.weave(advice)
-        assert state(advice) is State.PENDING
+        assert advice.state is State.PENDING
         gate.go_on.set()
 
     in_threads(weave, lambda: engine.load("slow"))
-    assert state(advice) is State.WOVEN
+    assert advice.state is State.WOVEN
     assert engine.load("slow").f() == ["hook"]
     aspects.Handle((advice,)).remove()
     assert engine.load("slow").f() == []
@@ -169,16 +157,15 @@ def test_a_module_whose_code_raises_is_woven_when_it_loads_after_all(engine: Eng
 
 
 def test_hooks_survive_a_reload_and_go_when_they_are_removed(engine: Engine) -> None:
-    engine.write("mod.py", "def f(): return ['1']\nclass C:\n    def m(self): return ['1']\n")
+    source = "def f(): return ['{0}']\nclass C:\n    def m(self): return ['{0}']\n"
+    engine.write("mod.py", source.format("1"))
     engine.write("user.py", "from mod import f\n")
     mod, user = engine.load("mod"), engine.load("user")
     old_f, old_class = mod.f, mod.C
     old = old_class()
     with aspects.woven(mark("mod:f"), mark("mod:C.m")) as handle:
         for version in ("2", "3"):
-            engine.write(
-                "mod.py", f"def f(): return ['{version}']\nclass C:\n    def m(self): return ['{version}']\n"
-            )
+            engine.write("mod.py", source.format(version))
             importlib.reload(mod)
             assert mod.f() == [version, "hook"]
             assert mod.C().m() == [version, "hook"]
@@ -325,7 +312,7 @@ def test_a_lazy_module_is_not_woken_and_hooked_when_it_wakes(engine: Engine, ord
         aspects.explain(target)
         str(aspects.report())
         assert other.g() == ["hook"]
-        assert state(advice) is State.PENDING
+        assert advice.state is State.PENDING
     assert awake.modules == []
     assert dozing.f() == ["hook"]
     assert awake.modules == ["dozing"]
@@ -436,7 +423,7 @@ def test_namespace_packages(engine: Engine) -> None:
         assert mod.f() == ["space.inner.mod.f", "space.inner.mod:f", "space.**:f"]
         assert of_space.state is State.PENDING
         aspects.HookRegistry.apply_hooks()
-        assert state(of_space) is State.MISSING
+        assert of_space.state is State.MISSING
         gone = mark("space.inner.gone.f")
         with aspects.woven(gone):
             assert gone.state is State.MISSING
@@ -461,17 +448,10 @@ def test_modules_in_a_zip_file(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
 def test_frozen_and_builtin_modules() -> None:
     calls: list[Any] = []
     targets = {"__phello__": None, "xxsubtype": "bench", "_statistics": "_normal_dist_inv_cdf"}
-    advices = []
-    for name, function in targets.items():
+    for name in targets:
         sys.modules.pop(name, None)
-        advices.append(
-            aspects.Advice(
-                Target.parse(f"{name}:{function or 'initialized'}"),
-                HookType.AFTER,
-                lambda result, *args: calls.append(args),
-            )
-        )
-    handle = aspects.weave(*advices)
+    names = [f"{name}:{function or 'initialized'}" for name, function in targets.items()]
+    handle = aspects.weave(*(aspects.after(one)(lambda result, *args: calls.append(args)) for one in names))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -512,7 +492,6 @@ def test_post_import_hooks_of_wrapt_on_the_same_module(engine: Engine, first: st
 
 
 def test_wrapt_may_wrap_what_we_have_woven(engine: Engine) -> None:
-
     engine.write("mod.py", "def f(): return []\n")
     mod = engine.load("mod")
 

@@ -13,9 +13,7 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import HookType
 from sgl_aspects.errors import HookError, TargetError
-from tests.support.woven_modules import around, hand_on, module_of, no_hook_is_left
-
-__all__ = ["no_hook_is_left"]
+from tests.support.woven_modules import around, hand_on, module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,9 +11,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,18 +19,11 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import State
 from sgl_aspects.weaving.modules import when_ready
-from tests.support.woven_modules import around, hooked, module_of, no_hook_is_left
-
-__all__ = ["no_hook_is_left"]
-
-
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    with module_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): return 'm'\n") as module:
-        yield module
+from tests.support.stand_ins import Engine
+from tests.support.woven_modules import METHODS, around, hooked, module_of
 
 
-def test_modules_under_names_that_are_not_strings(engine: Any) -> None:
+def test_modules_under_names_that_are_not_strings() -> None:
     class Key:
         def __eq__(self, other: object) -> bool:
             raise RuntimeError
@@ -43,31 +34,24 @@ def test_modules_under_names_that_are_not_strings(engine: Any) -> None:
     for key in keys:
         sys.modules[key] = types.ModuleType("odd")
     try:
-        with aspects.woven(around("**:f", hooked), around("en*:A+.m", hooked)):
-            assert engine.f() == ("hooked", ("f", 0))
+        with module_of(METHODS) as engine, aspects.woven(around("**:f", hooked), around("en*:A+.m", hooked)):
+            assert engine.f() == ("hooked", ("f", 0, 1))
             assert engine.A().m() == ("hooked", "m")
     finally:
         for key in keys:
             del sys.modules[key]
 
 
-def test_a_reload_that_fails_halfway_leaves_no_function_without_its_hook(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    path = tmp_path / "reloaded.py"
-    path.write_text("def f(): return 1\ndef g(): return 1\n")
-    reloaded = importlib.import_module("reloaded")
-    try:
-        with aspects.woven(around("reloaded:f", hooked), around("reloaded:g", hooked)):
-            path.write_text("def f(): return 'second'\nraise RuntimeError\ndef g(): return 'second'\n")
-            with pytest.raises(RuntimeError):
-                importlib.reload(reloaded)
-            assert (reloaded.f(), reloaded.g()) == (("hooked", "second"), ("hooked", 1))
-        assert (reloaded.f(), reloaded.g()) == ("second", 1)
-    finally:
-        del sys.modules["reloaded"]
+def test_a_reload_that_fails_halfway_leaves_no_function_without_its_hook(engine: Engine) -> None:
+    engine.write("reloaded.py", "def f(): return 1\ndef g(): return 1\n")
+    reloaded = engine.load("reloaded")
+    with aspects.woven(around("reloaded:f", hooked), around("reloaded:g", hooked)):
+        second = "def f(): return 'second'\nraise RuntimeError\ndef g(): return 'second'\n"
+        engine.write("reloaded.py", second)
+        with pytest.raises(RuntimeError):
+            importlib.reload(reloaded)
+        assert (reloaded.f(), reloaded.g()) == (("hooked", "second"), ("hooked", 1))
+    assert (reloaded.f(), reloaded.g()) == ("second", 1)
 
 
 def test_c_code_that_imports_is_observed() -> None:
@@ -105,11 +89,9 @@ def test_a_module_that_is_gone_when_its_code_has_run() -> None:
 
 @pytest.mark.parametrize("how", ["path", "loader", "lazy", "found", "patched"])
 def test_a_module_that_a_program_runs_by_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    path = tmp_path / "run_by_hand.py"
-    path.write_text("def f(): return 'f'\n")
+    path = engine.write("run_by_hand.py", "def f(): return 'f'\n")
     make = importlib.util.module_from_spec
     handle = aspects.weave(around("run_by_hand:f", hooked))
     loader: Any = importlib.machinery.SourceFileLoader("run_by_hand", str(path))
@@ -188,12 +170,9 @@ def test_a_lazy_module_is_woven_when_it_is_asked(written: str) -> None:
             del sys.modules["lazy_front"]
 
 
-def test_a_hook_that_comes_while_another_thread_has_found_but_not_made_the_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hook_that_comes_while_another_thread_has_found_but_not_made_the_module(engine: Engine) -> None:
     """That thread called our finder before there was a hook."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "late.py").write_text("def f(): return []\ndef call(): return f()\n")
+    engine.write("late.py", "def f(): return []\ndef call(): return f()\n")
     found, go_on = threading.Event(), threading.Event()
 
     class Slow:
@@ -222,15 +201,11 @@ def test_a_hook_that_comes_while_another_thread_has_found_but_not_made_the_modul
         finally:
             go_on.set()
             sys.meta_path.remove(finder)
-            sys.modules.pop("late", None)
 
 
-def test_what_a_module_warns_of_and_raises_while_it_is_imported_is_its_importers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_what_a_module_warns_of_and_raises_while_it_is_imported_is_its_importers(engine: Engine) -> None:
     warning = "import warnings\nwarnings.warn('old', DeprecationWarning, stacklevel=2)\n"
-    (tmp_path / "outdated.py").write_text(f"{warning}raise ValueError('5')\n")
+    engine.write("outdated.py", f"{warning}raise ValueError('5')\n")
     raises, warns = pytest.raises(ValueError, match="5"), pytest.warns(DeprecationWarning, match="old")
     with aspects.woven(around("outdated:*")), warns as caught, raises as failed:
         __import__("outdated")

@@ -10,7 +10,6 @@ import sys
 import types
 import unittest.mock
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ import wrapt
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType, State
-from tests.support.woven_modules import Watch, advice, around, hand_on, hooked, module_of, no_hook_is_left
-
-__all__ = ["no_hook_is_left"]
+from tests.support.woven_modules import Watch, advice, around, fixture_of, hand_on, hooked, module_of
 
 SOURCE = """
 import functools
@@ -53,10 +50,7 @@ class Bare:
 """
 
 
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    with module_of(SOURCE) as module:
-        yield module
+engine = fixture_of(SOURCE)
 
 
 # -- a family of classes, and hooks on the methods that make it known ------------------------------------

@@ -16,13 +16,11 @@ from tests.support.woven_modules import (
     Watch,
     advice,
     around,
+    fixture_of,
     hooked,
     module_of,
-    no_hook_is_left,
     stored,
 )
-
-__all__ = ["no_hook_is_left"]
 
 SOURCE = """
 import functools
@@ -52,10 +50,7 @@ def count(result: list[int], *args: Any) -> list[int]:
     return [*result, 1]
 
 
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    with module_of(SOURCE) as module:
-        yield module
+engine = fixture_of(SOURCE)
 
 
 def results(engine: Any) -> list[Any]:
@@ -82,15 +77,6 @@ def test_a_wildcard_for_a_class_does_not_cover_what_functions_carry(engine: Any)
     with aspects.woven(advice("engine:*.*", HookType.AFTER, count)):
         assert not [place for place in aspects.report().hooks[0].places if "cached" in place]
         assert engine.annotated.helper() == []
-
-
-ODD = "def f(x=0): return ('f', x)"
-
-
-@pytest.fixture
-def odd() -> Iterator[Any]:
-    with module_of(ODD) as module:
-        yield module
 
 
 MODELS = {
@@ -162,27 +148,27 @@ def test_a_class_with_two_ways_to_a_method(zoo: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["class", "type", "function", "own __init_subclass__"])
-def test_later_subclasses_are_taken_at_once(odd: Any, how: str) -> None:
+def test_later_subclasses_are_taken_at_once(engine: Any, how: str) -> None:
     options: list[Any] = []
     made: dict[str, Any] = {}
     if how.startswith("own"):
         exec(
             "class Base:\n    def __init_subclass__(cls, **k): options.append((cls.__name__, k))\n"
             "    def run(self): return 'base'",
-            {**vars(odd), "options": options},
+            {**vars(engine), "options": options},
             made,
         )
-        odd.Base = made["Base"]
+        engine.Base = made["Base"]
     else:
-        exec("class Base:\n    def run(self): return 'base'", vars(odd))
-    odd.Base.__module__ = "engine"
-    before = dict(vars(odd.Base))
+        exec("class Base:\n    def run(self): return 'base'", vars(engine))
+    engine.Base.__module__ = "engine"
+    before = dict(vars(engine.Base))
 
     def make() -> Any:
         if how == "type":
-            return type("Sub", (odd.Base,), {"run": lambda self: "sub"})
+            return type("Sub", (engine.Base,), {"run": lambda self: "sub"})
 
-        class Sub(odd.Base, **({"k": 1} if how.startswith("own") else {})):  # type: ignore[misc]
+        class Sub(engine.Base, **({"k": 1} if how.startswith("own") else {})):  # type: ignore[misc]
             def run(self) -> Any:
                 return "sub"
 
@@ -196,14 +182,14 @@ def test_later_subclasses_are_taken_at_once(odd: Any, how: str) -> None:
         assert ("Sub", {"k": 1}) in options
     else:
         with pytest.raises(TypeError):
-            type("Wrong", (odd.Base,), {}, unknown=1)
+            type("Wrong", (engine.Base,), {}, unknown=1)
     handle.remove()
     assert [sub().run() for sub in subs] == ["sub", "sub"]
-    assert dict(vars(odd.Base)) == before
-    assert type("After", (odd.Base,), {"run": lambda self: "after"})().run() == "after"
+    assert dict(vars(engine.Base)) == before
+    assert type("After", (engine.Base,), {"run": lambda self: "after"})().run() == "after"
 
 
-def test_subclasses_of_a_class_whose_init_subclass_does_not_call_its_base(odd: Any) -> None:
+def test_subclasses_of_a_class_whose_init_subclass_does_not_call_its_base(engine: Any) -> None:
     class Base:
         def run(self) -> Any:
             return "base"
@@ -211,7 +197,7 @@ def test_subclasses_of_a_class_whose_init_subclass_does_not_call_its_base(odd: A
     class Silent(Base):
         def __init_subclass__(cls) -> None: ...
 
-    odd.Base, Base.__module__ = Base, "engine"
+    engine.Base, Base.__module__ = Base, "engine"
     before = dict(vars(Silent))
     handle = aspects.weave(around("engine:Base+.run", hooked))
 
@@ -225,10 +211,7 @@ def test_subclasses_of_a_class_whose_init_subclass_does_not_call_its_base(odd: A
     assert dict(vars(Silent)) == before
 
 
-@pytest.fixture
-def methods() -> Iterator[Any]:
-    with module_of(METHODS) as module:
-        yield module
+methods = fixture_of(METHODS)
 
 
 def test_a_pattern_reaches_what_functools_makes(methods: Any) -> None:

@@ -12,17 +12,14 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects.weaving import in_pieces
-from tests.support.woven_modules import around, hooked, module_of, no_hook_is_left
-
-__all__ = ["no_hook_is_left"]
+from tests.support.woven_modules import around, fixture_of, hooked, module_of
 
 SOURCE = """
 def f(x=0): return ("f", x)
@@ -38,29 +35,17 @@ class C:
 """
 
 
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    with module_of(SOURCE) as module:
-        yield module
+engine = fixture_of(SOURCE)
 
 
 # -- the matrix of referrers: each takes a copy of `f`, and has a way to call it and to read it ---------
 
 
-@dataclass
-class Held:
-    """A copy of a function in some holder.
-
-    :param call: calls the copy.
-    :param get: what the holder holds, by identity.
-    """
+class Held(NamedTuple):
+    """A copy of a function in some holder: ``get`` gives what the holder holds, by identity."""
 
     call: Callable[[], Any]
     get: Callable[[], Any]
-
-
-Holder = Callable[[Any], Held]
-HOLDERS: dict[str, Holder] = {}
 
 
 class Alike:
@@ -73,222 +58,8 @@ class Alike:
         return 1
 
 
-def holder(function: Holder) -> Holder:
-    HOLDERS[function.__name__.replace("_", " ").strip()] = function
-    return function
-
-
-@holder
-def a_global_of_another_module(f: Any) -> Held:
-    module: Any = types.ModuleType("importer")
-    sys.modules["importer"] = module
-    module.g = f
-    return Held(lambda: module.g(1), lambda: module.g)
-
-
-@holder
-def another_name_in_its_own_module(f: Any) -> Held:
-    module = sys.modules["engine"]
-    module.alias = f  # type: ignore[attr-defined]
-    return Held(lambda: module.alias(1), lambda: module.alias)
-
-
-@holder
-def a_class_attribute(f: Any) -> Held:
-    class Owner:
-        method = f
-
-    return Held(lambda: Owner.method(1), lambda: vars(Owner)["method"])
-
-
-@holder
-def a_class_attribute_called_through_an_instance(f: Any) -> Held:
-    class Owner(Alike):
-        method = f
-
-    made = Owner()
-    made.method()  # CPython's method cache has the old function now
-    return Held(lambda: made.method(), lambda: vars(Owner)["method"])
-
-
-@holder
-def a_staticmethod(f: Any) -> Held:
-    class Owner:
-        method = staticmethod(f)
-
-    return Held(lambda: Owner().method(1), lambda: vars(Owner)["method"].__func__)
-
-
-@holder
-def a_staticmethod_object_in_a_dict(f: Any) -> Held:
-    registry = {"f": staticmethod(f)}
-    return Held(lambda: registry["f"].__func__(1), lambda: registry["f"].__func__)
-
-
-@holder
-def a_property_of_a_class(f: Any) -> Held:
-    class Owner(Alike):
-        prop = property(f, doc="Documented.")
-
-    assert Owner.prop.__doc__ == "Documented."
-    return Held(lambda: Owner().prop, lambda: vars(Owner)["prop"].fget)
-
-
-@holder
-def a_cached_property(f: Any) -> Held:
-    class Owner(Alike):
-        prop = functools.cached_property(f)
-
-    return Held(lambda: Owner().prop, lambda: vars(Owner)["prop"].func)
-
-
-@holder
-def a_list(f: Any) -> Held:
-    registry = [0, f, f, 1]
-    return Held(lambda: registry[2](1), lambda: registry[1])
-
-
-@holder
-def a_dict(f: Any) -> Held:
-    registry = {"before": 1, "f": f, "after": 2}
-    return Held(lambda: registry["f"](1), lambda: registry["f"])
-
-
-@holder
-def a_set(f: Any) -> Held:
-    registry = {f, 5, "x"}
-    return Held(
-        lambda: next(entry for entry in registry if callable(entry))(1),
-        lambda: next(entry for entry in registry if callable(entry)),
-    )
-
-
-@holder
-def a_deque(f: Any) -> Held:
-    registry = collections.deque([1, f, 2], maxlen=3)
-    return Held(lambda: registry[1](1), lambda: registry[1])
-
-
-@holder
-def an_ordered_and_a_default_dict(f: Any) -> Held:
-    first, second = collections.OrderedDict(a=1, f=f, z=2), collections.defaultdict(list, f=f)
-    return Held(lambda: second["f"](1), lambda: first["f"])
-
-
-@holder
-def containers_in_containers(f: Any) -> Held:
-    registry = {"all": [({"deep": [f]},)]}
-    return Held(lambda: registry["all"][0][0]["deep"][0](1), lambda: registry["all"][0][0]["deep"][0])
-
-
-@holder
-def a_default_argument(f: Any) -> Held:
-    def outer(a: int, b: int = 2, function: Any = f) -> Any:
-        return function(a)
-
-    return Held(lambda: outer(1), lambda: outer.__defaults__[1])  # type: ignore[index]
-
-
-@holder
-def a_keyword_default(f: Any) -> Held:
-    def outer(a: int, *, function: Any = f) -> Any:
-        return function(a)
-
-    return Held(lambda: outer(1), lambda: (outer.__kwdefaults__ or {})["function"])
-
-
-@holder
-def a_closure(f: Any) -> Held:
-    def outer(a: int) -> Any:
-        return f(a)
-
-    return Held(lambda: outer(1), lambda: f)
-
-
-@holder
-def an_attribute_of_a_function(f: Any) -> Held:
-    def outer(a: int) -> Any:
-        return vars(outer)["target"](a)
-
-    outer.target = f  # type: ignore[attr-defined]
-    return Held(lambda: outer(1), lambda: vars(outer)["target"])
-
-
-@holder
-def a_decorated_function(f: Any) -> Held:
-    @functools.wraps(f)
-    def outer(*args: Any) -> Any:
-        return f(*args)
-
-    return Held(lambda: outer(1), lambda: vars(outer)["__wrapped__"])
-
-
-@holder
-def a_partial(f: Any) -> Held:
-    partial = functools.partial(f, 1)
-    return Held(lambda: partial(), lambda: partial.func)
-
-
-@holder
-def an_argument_of_a_partial(f: Any) -> Held:
-    partial = functools.partial(lambda function, x: function(x), f)
-    return Held(lambda: partial(1), lambda: partial.args[0])
-
-
-@holder
-def a_keyword_of_a_partial(f: Any) -> Held:
-    partial = functools.partial(lambda x, function: function(x), function=f)
-    return Held(lambda: partial(1), lambda: partial.keywords["function"])
-
-
-@holder
-def a_partialmethod(f: Any) -> Held:
-    class Owner(Alike):
-        method = functools.partialmethod(f)
-
-    return Held(lambda: Owner().method(), lambda: vars(Owner)["method"].func)
-
-
-@holder
-def a_bound_method_on_an_instance(f: Any) -> Held:
-    class Owner:
-        def __init__(self) -> None:
-            self.bound = types.MethodType(f, self)
-
-    made = Owner()
-    return Held(lambda: made.bound(), lambda: made.bound.__func__)
-
-
-@holder
-def a_bound_method_in_a_dict(f: Any) -> Held:
-    registry = {"f": types.MethodType(f, 1)}
-    return Held(lambda: registry["f"](), lambda: registry["f"].__func__)
-
-
-@holder
-def a_bound_method_in_a_closure_in_a_partial_in_a_list(f: Any) -> Held:
-    bound = types.MethodType(f, 1)
-    registry = [functools.partial(lambda: bound())]
-    return Held(lambda: registry[0](), lambda: bound.__func__)
-
-
-@holder
-def an_attribute_of_an_instance(f: Any) -> Held:
-    made = types.SimpleNamespace(function=f)
-    return Held(lambda: made.function(1), lambda: made.function)
-
-
 class Plain:
-    function: Any
-    callbacks: dict[str, Any]
-
-
-@holder
-def an_attribute_of_an_ordinary_instance(f: Any) -> Held:
-    made = Plain()
-    made.function = f
-    made.callbacks = {"f": f}
-    return Held(lambda: made.callbacks["f"](1), lambda: made.function)
+    pass
 
 
 class Slotted:
@@ -306,72 +77,16 @@ class SlottedSub(Slotted):
     __slots__ = ("more",)
 
 
-@holder
-def a_slot(f: Any) -> Held:
-    made = SlottedSub(f)
-    return Held(lambda: made.function(1), lambda: made.private)
-
-
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     function: Any
 
 
-@holder
-def a_frozen_dataclass(f: Any) -> Held:
-    made = Frozen(f)
-    return Held(lambda: made.function(1), lambda: made.function)
+class Refusing:
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise RuntimeError("no")
 
-
-@holder
-def a_default_of_a_dataclass_field(f: Any) -> Held:
-    made = dataclasses.make_dataclass("Made", [("function", Any, dataclasses.field(default=staticmethod(f)))])
-    return Held(lambda: made().function.__func__(1), lambda: vars(made)["function"].__func__)
-
-
-@holder
-def a_default_factory_of_a_dataclass_field(f: Any) -> Held:
-    made = dataclasses.make_dataclass("Made", [("value", Any, dataclasses.field(default_factory=f))])
-    return Held(lambda: made().value, lambda: dataclasses.fields(made)[0].default_factory)
-
-
-@holder
-def a_metaclass_attribute(f: Any) -> Held:
-    class Meta(type):
-        function = staticmethod(f)
-
-    class Owner(metaclass=Meta):
-        pass
-
-    return Held(lambda: Owner.function(1), lambda: vars(Meta)["function"].__func__)
-
-
-@holder
-def a_singledispatch_registry(f: Any) -> Held:
-    @functools.singledispatch
-    def dispatched(x: Any) -> Any:
-        return "object"
-
-    dispatched.register(int, f)
-    dispatched(1)  # its cache of dispatches has it too
-    return Held(lambda: dispatched(1), lambda: dispatched.registry[int])
-
-
-@holder
-def an_instance_whose_class_refuses_attributes(f: Any) -> Held:
-    class Refusing:
-        def __setattr__(self, name: str, value: Any) -> None:
-            raise RuntimeError("no")
-
-        def __getattribute__(self, name: str) -> Any:
-            raise RuntimeError("no")
-
-    made = Refusing()
-    object.__setattr__(made, "function", f)
-    return Held(
-        lambda: object.__getattribute__(made, "function")(1),
-        lambda: object.__getattribute__(made, "function"),
-    )
+    __getattribute__ = __setattr__  # type: ignore[assignment]
 
 
 class Loading(dict[str, Any]):
@@ -383,10 +98,183 @@ class Loading(dict[str, Any]):
     items = values = keys = __iter__ = __setitem__ = update = _load  # type: ignore[assignment]
 
 
-@holder
-def a_dict_that_loads_when_it_is_looked_at(f: Any) -> Held:
-    registry = Loading(f=f)
-    return Held(lambda: dict.get(registry, "f")(1), lambda: dict.get(registry, "f"))  # type: ignore[misc]
+def owner(**names: Any) -> Any:
+    return type("Owner", (Alike,), names)
+
+
+def put(into: Any, name: str, value: Any) -> Any:
+    object.__setattr__(into, name, value)
+    return into
+
+
+def called(made: Any) -> Any:
+    made.method()  # CPython's method cache has the old function now
+    return made
+
+
+def bound_to_itself(f: Any) -> Any:
+    made = Plain()
+    return put(made, "bound", types.MethodType(f, made))
+
+
+def dispatched(f: Any) -> Any:
+    function = functools.singledispatch(lambda x: "object")
+    function.register(int, f)
+    function(1)  # its cache of dispatches has it too
+    return function
+
+
+def first_callable(of: set[Any]) -> Any:
+    return next(entry for entry in of if callable(entry))
+
+
+#: How a holder is made of a function; how what it holds is called; what it holds.
+HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a global of another module": (
+        lambda f: put(sys.modules.setdefault("importer", types.ModuleType("importer")), "g", f),
+        lambda it: it.g(1),
+        lambda it: it.g,
+    ),
+    "another name in its own module": (
+        lambda f: put(sys.modules["engine"], "alias", f),
+        lambda it: it.alias(1),
+        lambda it: it.alias,
+    ),
+    "a class attribute": (lambda f: owner(method=f), lambda it: it.method(1), lambda it: vars(it)["method"]),
+    "a class attribute called through an instance": (
+        lambda f: called(owner(method=f)()),
+        lambda it: it.method(),
+        lambda it: vars(type(it))["method"],
+    ),
+    "a staticmethod": (
+        lambda f: owner(method=staticmethod(f)),
+        lambda it: it().method(1),
+        lambda it: vars(it)["method"].__func__,
+    ),
+    "a staticmethod object in a dict": (
+        lambda f: {"f": staticmethod(f)},
+        lambda it: it["f"].__func__(1),
+        lambda it: it["f"].__func__,
+    ),
+    "a property of a class": (
+        lambda f: owner(prop=property(f, doc="Documented.")),
+        lambda it: it().prop,
+        lambda it: vars(it)["prop"].fget,
+    ),
+    "a cached property": (
+        lambda f: owner(prop=functools.cached_property(f)),
+        lambda it: it().prop,
+        lambda it: vars(it)["prop"].func,
+    ),
+    "a list": (lambda f: [0, f, f, 1], lambda it: it[2](1), lambda it: it[1]),
+    "a dict": (lambda f: {"before": 1, "f": f, "after": 2}, lambda it: it["f"](1), lambda it: it["f"]),
+    "a set": (lambda f: {f, 5, "x"}, lambda it: first_callable(it)(1), first_callable),
+    "a deque": (lambda f: collections.deque([1, f, 2], maxlen=3), lambda it: it[1](1), lambda it: it[1]),
+    "an ordered and a default dict": (
+        lambda f: [collections.OrderedDict(a=1, f=f, z=2), collections.defaultdict(list, f=f)],
+        lambda it: it[1]["f"](1),
+        lambda it: it[0]["f"],
+    ),
+    "containers in containers": (
+        lambda f: {"all": [({"deep": [f]},)]},
+        lambda it: it["all"][0][0]["deep"][0](1),
+        lambda it: it["all"][0][0]["deep"][0],
+    ),
+    "a default argument": (
+        lambda f: lambda a, b=2, function=f: function(a),
+        lambda it: it(1),
+        lambda it: it.__defaults__[1],
+    ),
+    "a keyword default": (
+        lambda f: lambda a, *, function=f: function(a),
+        lambda it: it(1),
+        lambda it: it.__kwdefaults__["function"],
+    ),
+    "a closure": (lambda f: lambda a: f(a), lambda it: it(1), lambda it: it.__closure__[0].cell_contents),
+    "an attribute of a function": (
+        lambda f: put(lambda: None, "target", f),
+        lambda it: it.target(1),
+        lambda it: vars(it)["target"],
+    ),
+    "a decorated function": (
+        lambda f: functools.wraps(f)(lambda *args: f(*args)),
+        lambda it: it(1),
+        lambda it: vars(it)["__wrapped__"],
+    ),
+    "a partial": (lambda f: functools.partial(f, 1), lambda it: it(), lambda it: it.func),
+    "an argument of a partial": (
+        lambda f: functools.partial(lambda function, x: function(x), f),
+        lambda it: it(1),
+        lambda it: it.args[0],
+    ),
+    "a keyword of a partial": (
+        lambda f: functools.partial(lambda x, function: function(x), function=f),
+        lambda it: it(1),
+        lambda it: it.keywords["function"],
+    ),
+    "a partialmethod": (
+        lambda f: owner(method=functools.partialmethod(f)),
+        lambda it: it().method(),
+        lambda it: vars(it)["method"].func,
+    ),
+    "a bound method on an instance": (bound_to_itself, lambda it: it.bound(), lambda it: it.bound.__func__),
+    "a bound method in a dict": (
+        lambda f: {"f": types.MethodType(f, 1)},
+        lambda it: it["f"](),
+        lambda it: it["f"].__func__,
+    ),
+    "a bound method in a closure in a partial in a list": (
+        lambda f: (lambda bound: [functools.partial(lambda: bound())])(types.MethodType(f, 1)),
+        lambda it: it[0](),
+        lambda it: it[0].func.__closure__[0].cell_contents.__func__,
+    ),
+    "an attribute of an instance": (
+        lambda f: types.SimpleNamespace(function=f),
+        lambda it: it.function(1),
+        lambda it: it.function,
+    ),
+    "an attribute of an ordinary instance": (
+        lambda f: put(put(Plain(), "function", f), "callbacks", {"f": f}),
+        lambda it: it.callbacks["f"](1),
+        lambda it: it.function,
+    ),
+    "a slot": (SlottedSub, lambda it: it.function(1), lambda it: it.private),
+    "a frozen dataclass": (Frozen, lambda it: it.function(1), lambda it: it.function),
+    "a default of a dataclass field": (
+        lambda f: dataclasses.make_dataclass(
+            "Made", [("function", Any, dataclasses.field(default=staticmethod(f)))]
+        ),
+        lambda it: it().function.__func__(1),
+        lambda it: vars(it)["function"].__func__,
+    ),
+    "a default factory of a dataclass field": (
+        lambda f: dataclasses.make_dataclass("Made", [("value", Any, dataclasses.field(default_factory=f))]),
+        lambda it: it().value,
+        lambda it: dataclasses.fields(it)[0].default_factory,
+    ),
+    "a metaclass attribute": (
+        lambda f: type("Meta", (type,), {"function": staticmethod(f)})("Owner", (), {}),
+        lambda it: it.function(1),
+        lambda it: vars(type(it))["function"].__func__,
+    ),
+    "a singledispatch registry": (dispatched, lambda it: it(1), lambda it: it.registry[int]),
+    "an instance whose class refuses attributes": (
+        lambda f: put(Refusing(), "function", f),
+        lambda it: object.__getattribute__(it, "function")(1),
+        lambda it: object.__getattribute__(it, "function"),
+    ),
+    "a dict that loads when it is looked at": (
+        lambda f: Loading(f=f),
+        lambda it: dict.get(it, "f")(1),
+        lambda it: dict.get(it, "f"),
+    ),
+}
+
+
+def hold(name: str, function: Any) -> Held:
+    make, call, get = HOLDERS[name]
+    made = make(function)
+    return Held(lambda: call(made), lambda: get(made))
 
 
 @pytest.fixture(autouse=True)
@@ -398,7 +286,7 @@ def no_importer_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_copy_made_before_the_hook_is_hooked_and_restored(engine: Any, name: str) -> None:
     original = engine.f
-    held = HOLDERS[name](original)
+    held = hold(name, original)
     bare = held.call()
     assert bare[0] == "f"
     assert held.get() is original
@@ -419,7 +307,7 @@ def test_a_copy_made_before_the_hook_is_hooked_and_restored(engine: Any, name: s
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_copy_is_found_piece_by_piece_as_well(engine: Any, name: str) -> None:
     original = engine.f
-    held = HOLDERS[name](original)
+    held = hold(name, original)
     with in_pieces(rest=0) as pieces:
         handle = aspects.weave(aspects.observe("engine:f")(type("Observer", (aspects.Observer,), {})))
         assert held.get() is engine.f
@@ -433,7 +321,7 @@ def test_a_copy_is_found_piece_by_piece_as_well(engine: Any, name: str) -> None:
 def test_a_copy_made_while_hooked_is_restored(engine: Any, name: str) -> None:
     original = engine.f
     handle = aspects.weave(around("engine:f", hooked))
-    held = HOLDERS[name](engine.f)
+    held = hold(name, engine.f)
     assert held.call()[0] == "hooked"
     handle.remove()
     assert held.call()[0] == "f"
@@ -442,14 +330,14 @@ def test_a_copy_made_while_hooked_is_restored(engine: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_copies_of_other_functions_are_left_alone(engine: Any, name: str) -> None:
-    held = HOLDERS[name](engine.untouched)
+    held = hold(name, engine.untouched)
     with aspects.woven(around("engine:f", hooked)):
         assert held.get() is engine.untouched
         assert held.call()[0] == "untouched"
 
 
 def test_all_holders_at_once_and_several_targets_in_one_pass(engine: Any) -> None:
-    held = [make(function) for make in HOLDERS.values() for function in (engine.f, engine.untouched)]
+    held = [hold(name, function) for name in HOLDERS for function in (engine.f, engine.untouched)]
     originals = [entry.get() for entry in held]
     with aspects.woven(around("engine:f", hooked), around("engine:untouched", hooked)):
         called = [entry.call() for entry in held]

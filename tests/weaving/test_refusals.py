@@ -8,7 +8,6 @@ import importlib.util
 import math
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,9 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import HookRegistry, HookType, State
 from sgl_aspects.errors import HookError
-from tests.support.woven_modules import ODD_DESCRIPTORS, advice, around, hooked, module_of, no_hook_is_left
+from tests.support.woven_modules import ODD_DESCRIPTORS, advice, around, fixture_of, hooked
 
-__all__ = ["no_hook_is_left"]
-
-
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    with module_of(ODD_DESCRIPTORS) as module:
-        yield module
+engine = fixture_of(ODD_DESCRIPTORS)
 
 
 @pytest.mark.parametrize("first", ["before", "after"])
@@ -58,15 +51,6 @@ def test_a_metaclass_that_answers_nothing_is_not_asked(engine: Any) -> None:
     assert result == "guarded"
 
 
-METHODS = "def f(x=0, *, y=1): return ('f', x, y)\ndef g(): return 'g'"
-
-
-@pytest.fixture
-def methods() -> Iterator[Any]:
-    with module_of(METHODS) as module:
-        yield module
-
-
 def test_an_observer_that_refuses_to_be_bound_harms_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,17 +80,25 @@ class IgnoringModule(types.ModuleType):
     __setattr__ = Ignoring.__setattr__
 
 
-@pytest.mark.parametrize("target", ["engine:f", "engine:odd.m"])
-def test_what_ignores_assignments_is_named(methods: Any, target: str) -> None:
-    methods.odd = Ignoring()
-    methods.__class__ = IgnoringModule
+class IgnoringMeta(type):
+    __setattr__ = Ignoring.__setattr__  # type: ignore[assignment]
+
+
+class Fixed(metaclass=IgnoringMeta):
+    def m(self) -> None: ...
+
+
+@pytest.mark.parametrize("target", ["engine:f", "engine:odd.m", "engine:Fixed.m"])
+def test_what_ignores_assignments_is_named(engine: Any, target: str) -> None:
+    engine.odd, engine.Fixed = Ignoring(), Fixed
+    engine.__class__ = IgnoringModule
     with pytest.raises(HookError, match=r"its type .*:Ignoring\w* ignores assignments"):
         aspects.weave(around(target, hooked))
     assert aspects.report().hooks == ()
 
 
-def test_an_attribute_that_is_a_module_names_that_one(methods: Any) -> None:
-    methods.other = math
+def test_an_attribute_that_is_a_module_names_that_one(engine: Any) -> None:
+    engine.other = math
     with aspects.woven(around("engine:other.sqrt"), around("engine:other")) as handle:
         assert [one.detail for one in handle.advices] == [
             "math is a module: write 'math:sqrt'",
@@ -114,13 +106,7 @@ def test_an_attribute_that_is_a_module_names_that_one(methods: Any) -> None:
         ]
 
 
-@pytest.fixture
-def small() -> Iterator[Any]:
-    with module_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): return 'm'\n") as module:
-        yield module
-
-
-def test_classes_without_a_hash_or_a_comparison(small: Any) -> None:
+def test_classes_without_a_hash_or_a_comparison(engine: Any) -> None:
     exec(
         "class Meta(type):\n"
         "    __hash__ = None\n"
@@ -129,35 +115,23 @@ def test_classes_without_a_hash_or_a_comparison(small: Any) -> None:
         "class Base(metaclass=Meta):\n"
         "    def m(self): return 'm'\n"
         "class Sub(Base): pass\n",
-        vars(small),
+        vars(engine),
     )
     with aspects.woven(around("engine:Base+.m", hooked)):
-        made = small.Meta("Later", (small.Base,), {"m": lambda self: "later"})
-        assert (small.Sub().m(), made().m()) == (("hooked", "m"), ("hooked", "later"))
+        made = engine.Meta("Later", (engine.Base,), {"m": lambda self: "later"})
+        assert (engine.Sub().m(), made().m()) == (("hooked", "m"), ("hooked", "later"))
 
     class Other:
         def m(self) -> str:
             return "other"
 
-    original = small.Base
+    original = engine.Base
     with aspects.woven(advice("engine:Base", HookType.REPLACE, Other)):
-        assert small.Base().m() == "other"
-    assert small.Base is original
+        assert engine.Base().m() == "other"
+    assert engine.Base is original
 
 
-def test_a_metaclass_that_ignores_what_is_set_is_named(small: Any) -> None:
-    exec(
-        "class Ignoring(type):\n"
-        "    def __setattr__(cls, name, value): pass\n"
-        "class Fixed(metaclass=Ignoring):\n"
-        "    def m(self): return 'm'\n",
-        vars(small),
-    )
-    with pytest.raises(HookError, match="its type engine:Ignoring ignores assignments"):
-        aspects.weave(around("engine:Fixed.m", hooked))
-
-
-def test_a_hook_whose_own_methods_raise(small: Any) -> None:
+def test_a_hook_whose_own_methods_raise(engine: Any) -> None:
     class Odd:
         def __call__(self, original: Any, *args: Any) -> Any:
             return ("odd", original(*args))
@@ -171,10 +145,10 @@ def test_a_hook_whose_own_methods_raise(small: Any) -> None:
     HookRegistry.register("engine.f", odd, HookType.AROUND)
     HookRegistry.register("engine.f", other, HookType.AROUND)
     HookRegistry.apply_hooks()
-    assert small.f(1) == ("odd", ("odd", ("f", 1)))
+    assert engine.f(1) == ("odd", ("odd", ("f", 1)))
     assert "Odd" in str(aspects.report())
     assert HookRegistry.is_hook_applied("engine.f", odd, HookType.AROUND)
     assert HookRegistry.unregister("engine.f", odd, HookType.AROUND)
-    assert small.f(1) == ("odd", ("f", 1))
+    assert engine.f(1) == ("odd", ("f", 1))
     HookRegistry.reset()
-    assert small.f(1) == ("f", 1)
+    assert engine.f(1) == ("f", 1)

@@ -70,11 +70,6 @@ def test_each_hook_type_has_sglangs_signature(module: Any) -> None:
     assert module.g() == ["g"]
 
 
-def test_the_default_type_is_after() -> None:
-    with pytest.raises(TypeError, match="only be a REPLACE hook, not AFTER"):
-        HookRegistry.register("mod.C", int)
-
-
 def test_the_decorator_registers_and_returns_what_it_decorates(module: Any) -> None:
     @plugin_hook("mod.f", type=HookType.AROUND)
     def timed(original_fn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
-from tests.support.woven_modules import advice, around, module_of, no_hook_is_left
-
-__all__ = ["no_hook_is_left"]
+from tests.support.woven_modules import advice, around, module_of
 
 SOURCE = """
 def f(ticket, scale=1):
@@ -265,45 +263,27 @@ class Modelled:
 
 def make_hook(name: str, kind: HookType, log: list[str]) -> Any:
     """A hook of ``kind`` that writes down that it ran, and wraps the result in its name."""
-    if kind is HookType.BEFORE:
 
-        def before(x: int) -> Any:
-            log.append(name)
-            return (x + 1,), {}
+    def before(x: int) -> Any:
+        log.append(name)
+        return (x + 1,), {}
 
-        return before
-    if kind is HookType.AFTER:
+    def after(result: str, x: int) -> str:
+        log.append(name)
+        return f"{name}({result})"
 
-        def after(result: str, x: int) -> str:
-            log.append(name)
-            return f"{name}({result})"
+    def native(proceed: Any, args: tuple[int], kwargs: dict[str, Any]) -> str:
+        log.append(f"+{name}")
+        result = proceed(args, kwargs)
+        log.append(f"-{name}")
+        return f"{name}({result})"
 
-        return after
-    if kind is HookType.AROUND:
+    def around_(original: Any, x: int) -> str:
+        return native(lambda args, kwargs: original(*args), (x,), {})
 
-        def around_(original: Any, x: int) -> str:
-            log.append(f"+{name}")
-            result = original(x)
-            log.append(f"-{name}")
-            return f"{name}({result})"
-
-        return around_
-    if kind is HookType.NATIVE:
-
-        def native(proceed: Any, args: tuple[int], kwargs: dict[str, Any]) -> str:
-            log.append(f"+{name}")
-            result = proceed(args, kwargs)
-            log.append(f"-{name}")
-            return f"{name}({result})"
-
-        return native
-    if kind is HookType.REPLACE:
-
-        def replace(x: int) -> str:
-            log.append(name)
-            return f"{name}[{x}]"
-
-        return replace
+    def replace(x: int) -> str:
+        log.append(name)
+        return f"{name}[{x}]"
 
     class Observer:
         def enter(self, args: Any, kwargs: Any) -> int:
@@ -315,7 +295,14 @@ def make_hook(name: str, kind: HookType, log: list[str]) -> Any:
             log.append(f"-{name}")
             assert token == 1
 
-    return Observer()
+    return {
+        HookType.BEFORE: before,
+        HookType.AFTER: after,
+        HookType.AROUND: around_,
+        HookType.NATIVE: native,
+        HookType.REPLACE: replace,
+        HookType.OBSERVE: Observer(),
+    }[kind]
 
 
 def expected(hooks: list[Modelled], x: int) -> tuple[str, list[str]]:

@@ -8,7 +8,6 @@ import contextlib
 import copyreg
 import functools
 import gc
-import importlib
 import inspect
 import linecache
 import os
@@ -26,9 +25,8 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
-from tests.support.woven_modules import Watch, advice, around, hooked, module_of, no_hook_is_left
-
-__all__ = ["no_hook_is_left"]
+from tests.support.stand_ins import Engine
+from tests.support.woven_modules import Watch, advice, around, fixture_of, hooked
 
 HIDES_FRAMES = sys.version_info >= (3, 11)
 
@@ -83,12 +81,9 @@ class C(Base):
 
 
 @pytest.fixture
-def mod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    (tmp_path / "debugged.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield importlib.import_module("debugged")
-    sys.modules.pop("debugged")
+def mod(engine: Engine) -> Iterator[Any]:
+    engine.write("debugged.py", SOURCE)
+    yield engine.load("debugged")
     linecache.clearcache()
 
 
@@ -249,11 +244,10 @@ def fail(): raise ValueError("5")
 @pytest.mark.skipif(not HIDES_FRAMES, reason="Python 3.10 shows every frame")
 @pytest.mark.parametrize("kind", [HookType.OBSERVE, HookType.BEFORE, HookType.AFTER])
 def test_no_frame_is_between_a_function_and_its_caller_with_hooks_that_do_not_call_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: HookType
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: HookType
 ) -> None:
-    (tmp_path / "looking_up.py").write_text(CALLERS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("looking_up")
+    engine.write("looking_up.py", CALLERS)
+    module = engine.load("looking_up")
     monkeypatch.setattr(collections, "namedtuple", collections.namedtuple)
     hook = Watch() if kind is HookType.OBSERVE else lambda *args, **kwargs: None
     targets = ("looking_up:*", "looking_up:*", "collections:namedtuple")
@@ -268,7 +262,6 @@ def test_no_frame_is_between_a_function_and_its_caller_with_hooks_that_do_not_ca
             module.fail()
         names = [frame.name for frame in traceback.extract_tb(failed.value.__traceback__)]
         assert names == [sys._getframe().f_code.co_name, "fail"]
-    sys.modules.pop("looking_up")
 
 
 def test_a_profiler_sees_as_many_calls_end_as_begin(mod: Any) -> None:
@@ -286,10 +279,7 @@ def test_a_profiler_sees_as_many_calls_end_as_begin(mod: Any) -> None:
         assert events.count(("call", name)) == events.count(("return", name)) == 2
 
 
-@pytest.fixture
-def one() -> Iterator[Any]:
-    with module_of("def f(x=1): return ('f', x)") as module:
-        yield module
+one = fixture_of("def f(x=1): return ('f', x)")
 
 
 class Unhashable:
