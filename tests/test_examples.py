@@ -14,6 +14,7 @@ import pytest
 
 from sgl_aspects.analysis.spans import read_spans
 from tests.support.otlp_receiver import http_receiver
+from tests.support.processes import python
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -21,15 +22,8 @@ PRINTING = ("custom_operator", "fix_rope", "replace_class", "required_hook")
 
 
 def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(("OTEL_", "SGL"))}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=kept | {"OMP_NUM_THREADS": "1"} | environment,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    environment = {"OMP_NUM_THREADS": "1", **environment}
+    return python(*arguments, cwd=cwd, without=("OTEL_", "SGL"), **environment)
 
 
 def test_none_is_forgotten() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 
 from tests.support.attachable import python_of
 from tests.support.builds import is_compiled, sources
+from tests.support.processes import finished, output_of
 from tests.support.tree import ROOT
 
 pytestmark = pytest.mark.slow
@@ -31,17 +31,8 @@ assert sgl_aspects.__file__.startswith(sys.prefix), sgl_aspects.__file__
 
 
 def run(*words: str | Path, cwd: Path, **environment: str) -> str:
-    others = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env={**others, **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    without = ("PYTHONPATH", "PYTHONHOME")
+    return output_of(finished(*words, cwd=cwd, seconds=280, without=without, **environment))
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +88,7 @@ def test_type_checkers_find_the_package_after_an_editable_install(tmp_path: Path
     if pyright is None:
         pytest.skip("neither pyright nor npx is installed: only mypy was tested")
     words = [] if pyright.endswith("pyright") else ["--yes", "pyright"]
-    done = subprocess.run(
-        [pyright, *words, "--pythonpath", sys.executable, "plugin.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = finished(pyright, *words, "--pythonpath", sys.executable, "plugin.py", cwd=tmp_path, seconds=280)
     if "plugin.py" not in done.stdout:
         pytest.skip(f"pyright could not be fetched: {done.stderr[-200:]}")
     assert 'Type "Handle" is not assignable to declared type "int"' in done.stdout

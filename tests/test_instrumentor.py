@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 from sgl_aspects.bootstrap.instrumentor import Instrumentor
 from tests.support.otlp_receiver import Span, http_receiver
+from tests.support.processes import finished, output_of
 
 pytest.importorskip("opentelemetry.instrumentation.auto_instrumentation")
 
@@ -35,23 +34,13 @@ def spans_of(folder: Path, *launchers: str, **variables: str) -> list[Span]:
     (folder / "program.py").write_text(PROGRAM)
     (folder / "aspects.toml").write_text('[[trace]]\ntarget = "shop:sell"\nname = "sell"\n')
     with http_receiver() as receiver:
-        done = subprocess.run(
-            [*launchers, sys.executable, "program.py"],
-            cwd=folder,
-            env=os.environ
-            | {
-                "SGL_ASPECTS_CONFIG": str(folder / "aspects.toml"),
-                "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
-                "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-                **QUIET,
-                "OTEL_TRACES_EXPORTER": "otlp",
-                **variables,
-            },
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
+        variables |= QUIET | {
+            "SGL_ASPECTS_CONFIG": str(folder / "aspects.toml"),
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            "OTEL_TRACES_EXPORTER": "otlp",
+        }
+        output_of(finished(*launchers, sys.executable, "program.py", cwd=folder, **variables))
         return receiver.named("sell")
 
 
@@ -69,15 +58,11 @@ def test_a_level_that_is_set_stays(tmp_path: Path) -> None:
 
 
 def test_a_wrong_configuration_ends_the_program_with_one_line(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("print('reached')")
+    program = tmp_path / "program.py"
+    program.write_text("print('reached')")
     (tmp_path / "aspects.toml").write_text('[[trace]]\ntarget = "shop:sell"\nspan = "sell"\n')
-    done = subprocess.run(
-        [*LAUNCHER, sys.executable, str(tmp_path / "program.py")],
-        env=os.environ | {"SGL_ASPECTS_CONFIG": str(tmp_path / "aspects.toml"), **QUIET},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    variables = QUIET | {"SGL_ASPECTS_CONFIG": str(tmp_path / "aspects.toml")}
+    done = finished(*LAUNCHER, sys.executable, program, **variables)
     assert done.returncode == 1
     assert done.stderr.startswith(f"sgl-aspects: {tmp_path}/aspects.toml: trace 1: unknown key 'span'")
     assert done.stderr.count("\n") == 1

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from sgl_aspects import packages
+from tests.support.processes import python
 from tests.support.tree import PACKAGE, ROOT, modules, written
 
 
@@ -39,14 +37,7 @@ def test_what_is_missing_from_extras_is_known_without_the_checkout(tmp_path: Pat
     (rich / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 14.0\n")
     (tmp_path / "packages.py").symlink_to(PACKAGE / "packages.py")
     program = "import packages; print(packages.install_command(*packages.missing('serve')))"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", program],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-S", "-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.stdout == "pip install 'torch>=2.6' 'llguidance>=1.3' 'uvicorn>=0.34'\n"
 
 

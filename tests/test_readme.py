@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import finished, output_of, python
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,10 +25,7 @@ def test_the_first_program_prints_what_the_readme_shows(tmp_path: Path) -> None:
     program, output = first_hook()
     script = tmp_path / "first_hook.py"
     script.write_text(program)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == output
+    assert output_of(python(script)) == output
     assert (ROOT / "examples" / "first_hook.py").read_text() == program
 
 
@@ -39,17 +35,8 @@ def test_the_first_commands_need_wrapt_and_opentelemetry_alone(tmp_path: Path) -
     found = re.search(r"```\n(git clone) <[^>]+> (.*?)```", text, re.DOTALL)
     assert found is not None
     commands = f"{found[1]} --quiet {shlex.quote(str(ROOT))} {found[2]}"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        ["bash", "-euc", commands],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(first_hook()[1])
+    done = finished("bash", "-euc", commands, cwd=tmp_path, without=("PYTHONPATH",))
+    assert output_of(done).endswith(first_hook()[1])
 
 
 def test_every_path_the_readme_names_exists() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.support.attachable import spans_in
+from tests.support.processes import output_of, python
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "new-engine.md"
 
@@ -38,18 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def execute(folder: Path, *words: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(folder / "site")}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output_of(python(*words, cwd=folder, PYTHONPATH=str(folder / "site")))
 
 
 def test_the_page_gives_an_engine_whole_traces(folder: Path) -> None:

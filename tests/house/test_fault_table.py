@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.processes import python
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TESTS = """
@@ -36,14 +36,7 @@ def table(folder: Path, *beginnings: str) -> subprocess.CompletedProcess[str]:
         "import sys; from tests.support.fault_table import Fault, run;"
         "sys.exit(run([Fault(name, [f'test_these.py::test_{name}'], 'little') for name in sys.argv[1:]], []))"
     )
-    return subprocess.run(
-        [sys.executable, "-c", program, *beginnings],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return python("-c", program, *beginnings, cwd=folder, PYTHONPATH=str(ROOT))
 
 
 def test_a_skipped_test_was_not_tried_and_one_that_fails_at_its_end_not_survived(tmp_path: Path) -> None:

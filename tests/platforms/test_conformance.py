@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,21 +192,11 @@ def test_the_command_reports_faults_that_processes_show(tmp_path: Path) -> None:
     """Memory, distributed and a whole generation, in a table, as JSON and as JUnit."""
     files = {name: tmp_path / f"report.{name}" for name in ("json", "junit")}
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "sgl_aspects", "conformance"),
-            *("--platform", "broken=tests.support.broken_platforms:ManyFaults"),
-            *("--only", "identity.family,memory,kv_pools.write,capabilities.fp8,distributed,generation"),
-            *("--reference", "float64", "--json", str(files["json"]), "--junit", str(files["junit"])),
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(root), str(root / "examples/vendor_platform")]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    done = command(
+        *("conformance", "--platform", "broken=tests.support.broken_platforms:ManyFaults"),
+        *("--only", "identity.family,memory,kv_pools.write,capabilities.fp8,distributed,generation"),
+        *("--reference", "float64", "--json", str(files["json"]), "--junit", str(files["junit"])),
+        PYTHONPATH=os.pathsep.join([str(root), str(root / "examples/vendor_platform")]),
     )
     assert done.returncode == 1, done.stderr
     report = json.loads(files["json"].read_text())

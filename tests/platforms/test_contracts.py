@@ -6,8 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from loopback_platform.platform import LoopbackPlatform
 from sgl_aspects.conformance import run_checks, selected_checks
 from sgl_aspects.platforms import set_current_platform
 from tests.support.page_package import PAGE, write_package
+from tests.support.processes import command, output_of
 
 ROOT = PAGE.parents[1]
 
@@ -33,17 +32,11 @@ def test_the_tables_are_made_of_the_code() -> None:
 @pytest.mark.slow
 def test_a_package_written_from_the_page_passes_the_kit(tmp_path: Path) -> None:
     write_package(tmp_path / "site")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(ROOT)]),
-        "SGLANG_PLATFORM": "acme",
-    }
-    command = [sys.executable, "-m", "sgl_aspects", "conformance", "--json", str(tmp_path / "found.json")]
+    words = ["--json", str(tmp_path / "found.json"), "--only"]
     only = "identity,operations,operators,kv_pools,attention,capabilities,generation"
-    done = subprocess.run(
-        [*command, "--only", only], env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
+    done = command("conformance", *words, only, seconds=280, PYTHONPATH=path, SGLANG_PLATFORM="acme")
+    output_of(done)
     found = {each["name"]: each for each in json.loads((tmp_path / "found.json").read_text())["results"]}
     assert found["capabilities.quantized"]["detail"] == "acme4"
     assert "AcmePool, AcmeAllocator, AcmeAttention" in found["identity.classes"]["detail"]

@@ -17,6 +17,7 @@ import pytest
 
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
+from tests.support.processes import finished
 from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.slow
@@ -39,21 +40,11 @@ class Environment:
     def run(
         self, *words: str, platform: str | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        env = {
-            key: value for key, value in os.environ.items() if key not in ("SGLANG_PLATFORM", "PYTHONPATH")
-        }
-        env |= {"CUDA_VISIBLE_DEVICES": "", **environment}
+        env = {"CUDA_VISIBLE_DEVICES": "", **environment}
         if platform is not None:
             env["SGLANG_PLATFORM"] = platform
-        return subprocess.run(
-            [str(self.python), *words],
-            env=env,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
+        without = ("SGLANG_PLATFORM", "PYTHONPATH")
+        return finished(self.python, *words, cwd=self.folder, seconds=280, without=without, **env)
 
 
 @pytest.fixture(scope="module")
@@ -196,11 +187,5 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest
 
 def test_what_is_written_is_clean(packages: Path) -> None:
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "110"]
-    done = subprocess.run(
-        [*ruff, "--select", "E,F,W,B,UP", str(packages / "acme")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = finished(*ruff, "--select", "E,F,W,B,UP", str(packages / "acme"))
     assert done.returncode == 0, done.stdout

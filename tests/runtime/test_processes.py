@@ -23,7 +23,7 @@ from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.server_args import ServerArgs
 from tests.support.forked_schedulers import ForkedContext
-from tests.support.processes import is_running, wait_until_gone
+from tests.support.processes import is_running, python, wait_until_gone
 from tests.support.tiny_models import make_llama
 from tests.support.workers import own_an_engine
 
@@ -357,8 +357,6 @@ def test_the_entry_point_imports_nothing_that_a_plugin_may_hook() -> None:
         "names = [m for m in sorted(sys.modules) if m.startswith('sgl_aspects.runtime.')]; "
         "print(names, 'torch' in sys.modules)"
     )
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    output = python("-c", code, cwd=ROOT)
     names = ("checks", "messages", "processes", "processes.worker", "sampling_params", "server_args")
     assert output.stdout.strip() == f"{[f'sgl_aspects.runtime.{name}' for name in names]} False"

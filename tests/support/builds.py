@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sysconfig
 from pathlib import Path
 
+from tests.support.processes import finished, output_of
 from tests.support.tree import ROOT
 
 
@@ -25,20 +24,9 @@ def sources(folder: Path) -> Path:
 
 def build(python: str, folder: Path, **environment: str) -> Path:
     """Build the package for ``python`` with this environment's setuptools; return the folder for its path."""
-    done = subprocess.run(
-        [python, "setup.py", "--quiet", "build", "--build-base", "build"],
-        cwd=sources(folder),
-        env={
-            **os.environ,
-            "PYTHONPATH": sysconfig.get_path("purelib"),
-            "SGL_ASPECTS_NATIVE": "on",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ("setup.py", "--quiet", "build", "--build-base", "build")
+    environment = {"PYTHONPATH": sysconfig.get_path("purelib"), "SGL_ASPECTS_NATIVE": "on", **environment}
+    output_of(finished(python, *words, cwd=sources(folder), seconds=300, **environment))
     (built,) = folder.glob("checkout/build/lib*")
     return built
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import sgl_aspects
+from tests.support.processes import python
 
 
 class ForwardMode(enum.IntEnum):
@@ -66,13 +67,14 @@ class Engine:
         """Run ``script`` in a process of its own that can import from this folder."""
         root = Path(sgl_aspects.__file__).parents[1]
         path = os.pathsep.join([str(self.folder), str(root)])
-        return subprocess.run(
-            [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-            env={**os.environ, **environment, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+        return python(
+            "-W",
+            "error",
+            "-c",
+            textwrap.dedent(script),
+            **environment,
+            PYTHONPATH=path,
+            PYTHONDONTWRITEBYTECODE="1",
         )
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +25,7 @@ from tests.support import workers
 from tests.support.forked_schedulers import ForkedContext
 from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, spans_of
 from tests.support.phases import engine_receiver
-from tests.support.processes import without_room
+from tests.support.processes import python, without_room
 from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama, make_tokenizer
 
@@ -389,27 +386,23 @@ def test_a_scheduler_that_is_killed(model: Path) -> None:
         assert all(root.start <= span.start <= span.end <= root.end for name in spans for span in spans[name])
 
 
+SERVE = """
+import sys
+from sgl_aspects.runtime.engine import Engine
+from sgl_aspects.runtime.sampling_params import SamplingParams
+
+if __name__ == "__main__":
+    engine = Engine(model_path=sys.argv[1], max_total_tokens=256)
+    engine.generate("hello", SamplingParams(max_new_tokens=3, ignore_eos=True))
+"""
+
+
 def test_tracing_by_environment_alone(model: Path, tmp_path: Path) -> None:
     script = tmp_path / "serve.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import sys
-            from sgl_aspects.runtime.engine import Engine
-            from sgl_aspects.runtime.sampling_params import SamplingParams
-
-            if __name__ == "__main__":
-                engine = Engine(model_path=sys.argv[1], max_total_tokens=256)
-                engine.generate("hello", SamplingParams(max_new_tokens=3, ignore_eos=True))
-            """
-        )
-    )
+    script.write_text(SERVE)
     file = tmp_path / "traces.jsonl"
-    environment = {**os.environ, "SGL_ASPECTS_TRACE": "2", "SGL_ASPECTS_TRACE_FILE": str(file)}
-    ran = subprocess.run(
-        [sys.executable, str(script), str(model)], env=environment, capture_output=True, text=True, check=True
-    )
-    assert without_room(ran.stderr) == ""
+    ran = python(script, model, SGL_ASPECTS_TRACE="2", SGL_ASPECTS_TRACE_FILE=str(file))
+    assert (ran.returncode, without_room(ran.stderr)) == (0, "")
     names = [span.name for message in read_file(file) for span in spans_of(message)]
     assert set(names) - {"capture_graphs"} == {COMPLETION, "load_model"} | CHILDREN | STEPS
 

@@ -27,7 +27,7 @@ from sgl_aspects.run.collector import collector_state
 from sgl_aspects.run.folder import runs
 from tests.support.http_server import Server, serving
 from tests.support.otlp_receiver import Span, spans_of
-from tests.support.processes import wait_until, wait_until_gone
+from tests.support.processes import output_of, python, wait_until, wait_until_gone
 from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama
 
@@ -190,43 +190,20 @@ def test_address_and_undefined_behaviour_sanitizers_find_nothing_in_the_extensio
     if library.returncode or not os.path.isabs(library.stdout.strip()):
         pytest.skip("there is no compiler with address sanitizer here")
     root = Path(__file__).resolve().parents[2]
-    copied = [
-        "sgl_aspects",
-        "runtime",
-        "platforms",
-        "tests",
-        "examples",
-        "pyproject.toml",
-        "setup.py",
-        "README.md",
-        "LICENSE",
-    ]
+    copied = ["sgl_aspects", "runtime", "platforms", "tests", "examples"]
+    copied += ["pyproject.toml", "setup.py", "README.md", "LICENSE"]
     subprocess.run(["cp", "-a", *(str(root / name) for name in copied), str(tmp_path)], check=True)
     flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g"
-    build = [sys.executable, "setup.py", "build_ext", "--inplace", "--force"]
-    built = subprocess.run(
-        build,
-        cwd=tmp_path,
-        env={**os.environ, "CFLAGS": flags, "LDFLAGS": flags},
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0, built.stderr
+    build = ("setup.py", "build_ext", "--inplace", "--force")
+    output_of(python(*build, cwd=tmp_path, CFLAGS=flags, LDFLAGS=flags))
     environment = {
-        **os.environ,
         "LD_PRELOAD": library.stdout.strip(),
         "ASAN_OPTIONS": "detect_leaks=0",  # of the interpreter's own, at its end
         "PYTHONPATH": str(tmp_path),
         "PYTHONMALLOC": "malloc",
     }
     tests = ["tests/tracing/test_native.py", "tests/tracing/test_watched_call.py"]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    result = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=tmp_path, **environment)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     assert "runtime error:" not in result.stdout + result.stderr
     assert "AddressSanitizer" not in result.stdout + result.stderr

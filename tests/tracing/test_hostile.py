@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import marshal
-import os
 import random
 import shutil
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +33,7 @@ from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.codec import DamagedError, Decoder, encode, is_plain
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanEnd, SpanType
+from tests.support.processes import python
 from tests.support.rings import PLAIN, TEXT, read_all, record_everything
 
 SLOTS = 256
@@ -374,8 +372,5 @@ def test_no_record_makes_marshal_do_more_than_read_values(what: str, switch: str
     program = (
         f"from tests.tracing.test_hostile import decoded; print(decoded(bytes.fromhex({HOSTILE[what]!r})))"
     )
-    environment = {**os.environ, native.VARIABLE: switch}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
-    )
+    done = python("-c", program, **{native.VARIABLE: switch})
     assert (done.returncode, done.stdout) == (0, "([], 1)\n"), done.stderr

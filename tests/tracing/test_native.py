@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record import native
 from tests.support.builds import build, is_compiled
+from tests.support.processes import output_of, python
 from tests.support.tree import PACKAGE, ROOT
 
 in_c = pytest.mark.skipif(native.compiled is None, reason=native.state())
@@ -147,15 +147,8 @@ print(json.dumps([native.compiled is not None, told]))
 
 
 def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    others = {name: value for name, value in os.environ.items() if name != native.VARIABLE}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env={**others, **environment},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", program, *arguments, cwd=ROOT, without=(native.VARIABLE,), **environment)
+    output_of(done)
     return done
 
 

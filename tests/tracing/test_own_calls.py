@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 from tests.support.otlp_receiver import spans_of
+from tests.support.processes import command, output_of
 from tests.support.sessions import read_file
 
 PROGRAM = "import json, marshal, zlib\njson.dumps([1])\nmarshal.dumps([1])\nzlib.crc32(b'1')\n"
@@ -18,15 +17,7 @@ def test_each_call_of_the_program_has_one_span(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     declared = "".join(f'[[trace]]\ntarget = "{target}"\nname = "{target}"\n' for target in TRACED)
     (tmp_path / "aspects.toml").write_text(declared)
-    words = ["run", "--config", "aspects.toml", "--file", "spans.jsonl", "--", sys.executable, "program.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "sgl_aspects", *words],
-        cwd=tmp_path,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["--config", "aspects.toml", "--file", "spans.jsonl", "--", sys.executable, "program.py"]
+    output_of(command("run", *words, cwd=tmp_path))
     names = [span.name for message in read_file(tmp_path / "spans.jsonl") for span in spans_of(message)]
     assert sorted(names) == sorted(TRACED)

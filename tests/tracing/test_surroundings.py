@@ -29,7 +29,7 @@ from sgl_aspects.tracing.records import SpanEnd, SpanType
 from sgl_aspects.tracing.session import current
 from tests.support import workers
 from tests.support.otlp_receiver import spans_of
-from tests.support.processes import command, is_running, wait_until
+from tests.support.processes import command, is_running, output_of, python, wait_until
 from tests.support.rings import PLAIN, read_all
 from tests.support.sessions import begin, read_file
 from tests.support.tiny_models import make_llama
@@ -194,14 +194,8 @@ if __name__ == "__main__":
         print(answer.completion_tokens)
 """
     (tmp_path / "serve.py").write_text(script)
-    ran = subprocess.run(
-        [sys.executable, str(tmp_path / "serve.py")],
-        env={**os.environ, "SGL_ASPECTS_TRACE": "3", "SGL_ASPECTS_TRACE_RUN": "/sys/kernel"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout.split() == ["3"]
+    ran = python(tmp_path / "serve.py", SGL_ASPECTS_TRACE="3", SGL_ASPECTS_TRACE_RUN="/sys/kernel")
+    assert output_of(ran).split() == ["3"]
     # Once in each process, the scheduler's included.
     assert ran.stderr.count("tracing stops in process") == 2, ran.stderr
     assert "Traceback" not in ran.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +24,7 @@ from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.weaving import argument_reader
 from tests.support.memory_recorder import Memory
 from tests.support.otlp_receiver import Span, spans_of
+from tests.support.processes import command, output_of
 from tests.support.sessions import read_file
 
 pytestmark = pytest.mark.usefixtures("forked_schedulers")
@@ -138,24 +137,9 @@ def traced(tmp_path: Path) -> Callable[..., tuple[dict[str, list[Span]], str]]:
         (tmp_path / "aspects.toml").write_text(declared)
         file = tmp_path / "traces.jsonl"
         file.unlink(missing_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "sgl_aspects",
-            "run",
-            "--config",
-            "aspects.toml",
-            "--file",
-            str(file),
-        ]
-        command += [*options, "--", sys.executable, "program.py"]
-        environment = {
-            k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "SGL_ASPECTS_", "ASPECTS_"))
-        }
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        words = ["--config", "aspects.toml", "--file", file, *options, "--", sys.executable, "program.py"]
+        done = command("run", *words, cwd=tmp_path, without=("OTEL_", "SGL_ASPECTS_", "ASPECTS_"))
+        output_of(done)
         found: dict[str, list[Span]] = {}
         for data in read_file(file) if file.exists() else ():
             for span in spans_of(data):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from sgl_aspects.tracing.export.failures import FirstFailure
 from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.variables import SpanLimits, normalise, secrets, without_secrets
+from tests.support.processes import command, output_of, python
 from tests.support.tls_files import make_certificate
 
 SECRET = "sk-live-4711"
@@ -208,41 +208,23 @@ def test_limits_of_spans_before_those_of_everything(monkeypatch: pytest.MonkeyPa
 
 def test_an_endpoint_of_the_command_line_goes_before_the_environment_s() -> None:
     show = "import os; print([os.environ.get(f'OTEL_EXPORTER_OTLP_{s}ENDPOINT') for s in ('', 'TRACES_')])"
-    command = [sys.executable, "-m", "sgl_aspects", "run", "--level", "off", "--endpoint", "http://given:1"]
-    ran = subprocess.run(
-        [*command, "--", sys.executable, "-c", show],
-        env={**os.environ, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://other:1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ran.stdout.strip() == "['http://given:1', None]", ran.stderr
+    words = ["--level", "off", "--endpoint", "http://given:1", "--", sys.executable, "-c", show]
+    ran = command("run", *words, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT="http://other:1")
+    assert output_of(ran).strip() == "['http://given:1', None]"
 
 
 @pytest.mark.parametrize("name", ["OTEL_BSP_SCHEDULE_DELAY", "OTEL_SPAN_LINK_COUNT_LIMIT"])
 def test_the_command_line_reports_it_in_one_line(name: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "sgl_aspects", "run", "--", "true"],
-        env={**os.environ, name: "nonsense"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ran = command("run", "--", "true", **{name: "nonsense"})
     assert ran.returncode != 0
     assert len(ran.stderr.splitlines()) == 1
     assert name in ran.stderr
 
 
 def test_an_engine_with_a_wrong_setting_runs_untraced_with_a_warning() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", "import sgl_aspects; sgl_aspects.load_plugins(); print('serving')"],
-        env={**os.environ, "SGL_ASPECTS_TRACE": "on", "OTEL_BSP_SCHEDULE_DELAY": "soon"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ran.returncode == 0
-    assert ran.stdout.strip() == "serving"
+    program = "import sgl_aspects; sgl_aspects.load_plugins(); print('serving')"
+    ran = python("-c", program, SGL_ASPECTS_TRACE="on", OTEL_BSP_SCHEDULE_DELAY="soon")
+    assert output_of(ran).strip() == "serving"
     (line,) = ran.stderr.splitlines()
     assert "OTEL_BSP_SCHEDULE_DELAY='soon'" in line
 

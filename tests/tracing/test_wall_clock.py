@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.otlp_receiver import Receiver, http_receiver
+from tests.support.otlp_receiver import Receiver
+from tests.support.processes import output_of, python
 from tests.support.tiny_models import make_llama
 from tests.support.wall_clock import WallClock, wall_clock
 
@@ -82,12 +79,6 @@ def clock(tmp_path: Path) -> WallClock:
     return wall_clock(tmp_path)
 
 
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with http_receiver() as found:
-        yield found
-
-
 @pytest.mark.parametrize(
     ("recorder", "compiled"),
     [
@@ -102,15 +93,9 @@ def test_jumps_while_requests_are_served(
     program.write_text(PROGRAM)
     variables = {"SGL_ASPECTS_RECORDER": recorder, "SGL_ASPECTS_NATIVE": compiled, "PYTHONPATH": str(ROOT)}
     begin = time.time_ns()
-    done = subprocess.run(
-        [sys.executable, program, model, receiver.endpoint, str(-YEAR), str(HOUR)],
-        env={**os.environ, **clock.environment, **variables},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    jumps = str(-YEAR), str(HOUR)
+    output_of(python(program, model, receiver.endpoint, *jumps, **clock.environment, **variables))
     end = time.time_ns()
-    assert done.returncode == 0, done.stderr
     spans = receiver.spans
     requests = [span for span in spans if "gen_ai.response.finish_reasons" in span.attributes]
     assert {span.attributes["gen_ai.request.id"] for span in requests} == {"r0", "r1"}

@@ -10,7 +10,6 @@ import functools
 import gc
 import inspect
 import linecache
-import os
 import pickle
 import re
 import subprocess
@@ -25,6 +24,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
+from tests.support.processes import python
 from tests.support.stand_ins import Engine
 from tests.support.woven_modules import Watch, advice, around, fixture_of, hooked
 
@@ -175,13 +175,8 @@ def test_the_first_stop_at_a_breakpoint_is_in_the_users_body(tmp_path: Path, pla
     last = len(program.read_text().splitlines())
     before = "" if HIDES_FRAMES else "c\n"  # the first stop is in the woven function
     commands = f"b {last}\nc\nb {place}\nc\n{before}p 'seen', a, b\nw\nc\nq\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "pdb", str(program)],
-        input=commands,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    pdb = [sys.executable, "-m", "pdb", str(program)]
+    done = subprocess.run(pdb, input=commands, capture_output=True, text=True, timeout=60)
     assert "-> total = helper(a) + b" in done.stdout
     assert "('seen', 1, 2)" in done.stdout
     assert "result 5" in done.stdout
@@ -192,13 +187,9 @@ def test_coverage_sees_the_users_lines(tmp_path: Path) -> None:
     (tmp_path / "debugged.py").write_text(SOURCE)
     program = tmp_path / "program.py"
     program.write_text(PDB.format(folder=str(tmp_path), before=""))
-    command = [sys.executable, "-W", "error", "-m", "coverage", "run", "--branch", "--include=*/debugged.py"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
-    done = subprocess.run(
-        [*command, str(program)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "result 5\n", done.stderr
-    assert done.stderr == ""
+    words = ["-W", "error", "-m", "coverage", "run", "--branch", "--include=*/debugged.py", program]
+    done = python(*words, cwd=tmp_path, without=("COVERAGE_",))
+    assert (done.stdout, done.stderr) == ("result 5\n", "")
     data = coverage.CoverageData(str(tmp_path / ".coverage"))
     data.read()
     (measured,) = data.measured_files()

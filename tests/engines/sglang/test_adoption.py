@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import python
+
 pytest.importorskip("sglang")
 
 from sgl_aspects import env
@@ -23,14 +25,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_python(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    clean = {
-        key: value for key, value in os.environ.items() if not key.startswith(("SGL", "ASPECTS_", "OTEL_"))
-    }
-    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])
-    command = [sys.executable, "-W", "ignore", *words]
-    return subprocess.run(
-        command, env={**clean, **settings}, capture_output=True, text=True, timeout=240, check=False
-    )
+    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return python("-W", "ignore", *words, without=("SGL", "ASPECTS_", "OTEL_"), **settings)
 
 
 def answer_of(*words: str, **settings: str) -> Any:

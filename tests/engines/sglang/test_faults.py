@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.processes import finished
 
 pytest.importorskip("sglang")
 
@@ -170,9 +171,7 @@ def kill_scheduler_while_it_works(server: Server) -> str:
     )
     response = connection.getresponse()
     assert response.readline().startswith(b"data: ")
-    listed = subprocess.run(
-        ["pgrep", "-s", str(server.process.pid), "-f", "sglang::schedul"], capture_output=True, text=True
-    )
+    listed = finished("pgrep", "-s", str(server.process.pid), "-f", "sglang::schedul")
     for process in listed.stdout.split():
         os.kill(int(process), signal.SIGKILL)
     assert listed.stdout

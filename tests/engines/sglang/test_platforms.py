@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import python
+
 pytest.importorskip("sglang")
 
 from tests.support.distributions import install
@@ -107,14 +109,11 @@ print(args.resolved_dict()["page_size"], args.resolved_dict()["chunked_prefill_s
 
 
 def test_what_a_user_set_is_not_changed_by_a_platform_in_silence(tmp_path: Path) -> None:
-    environment = {**os.environ, "SGLANG_PLATFORM": "pages32", **vendor_package(tmp_path / "site")}
+    environment = {"SGLANG_PLATFORM": "pages32", **vendor_package(tmp_path / "site")}
     model = make_mini(tmp_path / "model")
 
     def settings(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-W", "ignore", "-c", SETTINGS, str(model), *words]
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
+        return python("-W", "ignore", "-c", SETTINGS, model, *words, seconds=300, **environment)
 
     found = settings("--chunked-prefill-size", "64")
     assert found.stdout.split()[-2:] == ["32", "64"], found.stderr

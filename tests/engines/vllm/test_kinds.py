@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.processes import finished, output_of
 
 pytest.importorskip("vllm")
 
@@ -227,12 +228,9 @@ def test_an_engine_without_a_server_has_requests(model: Path, tmp_path: Path, wo
     script = tmp_path / "offline.py"
     script.write_text(OFFLINE.replace("WORK", work))
     with engine_receiver() as receiver:
-        command = [*run_prefix(receiver, level=2), sys.executable, str(script), str(model)]
+        command = [*run_prefix(receiver, level=2), sys.executable, script, model]
         settings = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=400, check=False
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        output_of(finished(*command, seconds=400, **settings))
         receiver.wait_for(lambda spans: any(span.name == "scheduler.step" for span in spans))
     roots = [span for span in receiver.spans if not span.parent_id and span.name.endswith(" mini")]
     tokens = Counter(root.attributes["gen_ai.usage.output_tokens"] for root in roots)
