@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import itertools
 import pickle
 import sys
 import threading
@@ -42,6 +41,7 @@ from sgl_aspects.runtime.dispatch.process import new_registry
 from sgl_aspects.runtime.ops import Linear, RMSNorm, SiluAndMul
 from tests.support.distributions import install
 from tests.support.operator_cases import cases, flat, in_type
+from tests.support.threads import in_threads
 
 X = torch.randn(4, 8)
 CPU = torch.device("cpu")
@@ -352,22 +352,16 @@ def test_many_threads_while_the_policy_changes() -> None:
             if found not in (1, 2, 3, 4):
                 wrong.append(found)
 
-    threads = [threading.Thread(target=call) for _ in range(6)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for number, prefer in enumerate(
-            itertools.islice(itertools.cycle(("reference", "vendor:a", "default")), 300)
-        ):
-            manager.set_policy(SelectionPolicy.of(prefer=prefer))
-            assert int(manager.call_op("op", torch.zeros(()))) == (1, 3, 2)[number % 3]
-    finally:
-        stop.set()
-        sys.setswitchinterval(interval)
-        for thread in threads:
-            thread.join(60)
+    with in_threads(*[call] * 6):
+        try:
+            for prefer, expected in (("reference", 1), ("vendor:a", 3), ("default", 2)) * 100:
+                manager.set_policy(SelectionPolicy.of(prefer=prefer))
+                assert int(manager.call_op("op", torch.zeros(()))) == expected
+        finally:
+            stop.set()
+            sys.setswitchinterval(interval)
     assert not wrong
 
 

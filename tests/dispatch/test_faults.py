@@ -22,6 +22,7 @@ from sgl_aspects.runtime.dispatch import (
     SelectionPolicy,
 )
 from sgl_aspects.runtime.dispatch.process import new_registry
+from tests.support.threads import in_threads
 
 X = torch.ones(3)
 
@@ -152,11 +153,8 @@ def test_calls_that_fail_at_once_are_all_served() -> None:
         except RuntimeError as error:
             found.append(error)
 
-    threads = [threading.Thread(target=call) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with in_threads(*[call] * 6):
+        pass
     assert [torch.is_tensor(each) and torch.equal(each, X + 1) for each in found] == [True] * 6
     assert manager.failures() == {("op", "vendor.v0"): 6}
 

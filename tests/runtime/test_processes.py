@@ -10,9 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.server_args import ServerArgs
 from tests.support.forked_schedulers import ForkedContext
-from tests.support.processes import is_running, python, wait_until_gone
+from tests.support.processes import is_running, python, wait_until, wait_until_gone
+from tests.support.threads import in_threads
 from tests.support.tiny_models import make_llama
 from tests.support.workers import own_an_engine
 
@@ -74,17 +75,11 @@ def test_kill_9_of_the_scheduler_reaches_every_caller(folder: Path) -> None:
         lambda: [engine.stats() for _ in range(10**9)],
     ]
     next(streaming)
-    threads = [threading.Thread(target=call, args=(ask,)) for ask in asks]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 60
-    while engine.stats()["running_requests"] < 5:
-        assert time.monotonic() < deadline
-    shared = shared_memory(engine.scheduler_pid)
-    killed = time.monotonic()
-    os.kill(engine.scheduler_pid, signal.SIGKILL)
-    for thread in threads:
-        thread.join(timeout=60)
+    with in_threads(*(partial(call, ask) for ask in asks)):
+        wait_until(lambda: engine.stats()["running_requests"] >= 5)
+        shared = shared_memory(engine.scheduler_pid)
+        killed = time.monotonic()
+        os.kill(engine.scheduler_pid, signal.SIGKILL)
     assert len(errors) == len(asks)
     for moment, error in errors:
         assert moment - killed < 20

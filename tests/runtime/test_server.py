@@ -22,6 +22,7 @@ from sgl_aspects.runtime.server.calls import Call, Calls
 from tests.support.answers import clear_model, clear_seed
 from tests.support.http_server import LOCAL, Server, serving
 from tests.support.processes import wait_until
+from tests.support.threads import in_threads
 from tests.support.tiny_models import make_tokenizer
 
 TEXTS = ["the quick brown fox", "ein Käsebrot", "日本語 и", "lazy dog jumps over", "fünf", "🙂🙃"]
@@ -370,14 +371,8 @@ def test_more_answers_than_are_taken_at_once_are_refused(server: Server) -> None
 
 def test_metrics_count_what_was_done(server: Server) -> None:
     before = server.metrics()
-    threads = [
-        threading.Thread(target=server.request, args=("POST", "/v1/completions", completion("the quick")))
-        for _ in range(5)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with in_threads(*[lambda: server.request("POST", "/v1/completions", completion("the quick"))] * 5):
+        pass
     after = server.metrics()
     for name, more in {
         "sgl_aspects_requests_received_total": 5,

@@ -9,10 +9,10 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from sgl_aspects.cli.main import main
 from tests.support.http_server import LOCAL, Server, serving
 from tests.support.phases import engine_receiver
 from tests.support.processes import is_running, wait_until
+from tests.support.threads import in_threads
 from tests.support.tiny_models import make_llama
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -132,18 +133,12 @@ def test_kill_9_of_the_scheduler_under_load(model: Path, tmp_path: Path) -> None
                 except openai.APIError as error:
                     errors.append(error)
 
-        threads = [threading.Thread(target=use, args=(number,)) for number in range(12)]
-        threads += [threading.Thread(target=use_client) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        scheduler = server.scheduler_pid
-        wait_until(lambda: sum(requests_of(server)) == len(threads))  # none comes when the server has ended
-        assert requests_of(server)[0] >= 5
-        os.kill(scheduler, signal.SIGKILL)
-        wait_until(lambda: is_unwell(server))
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
+        with in_threads(*(partial(use, number) for number in range(12)), use_client, use_client):
+            scheduler = server.scheduler_pid
+            wait_until(lambda: sum(requests_of(server)) == 14)  # none comes when the server has ended
+            assert requests_of(server)[0] >= 5
+            os.kill(scheduler, signal.SIGKILL)
+            wait_until(lambda: is_unwell(server))
         assert len(answers) == 12
         for status, answer in answers:
             if status == 200:  # streams that had begun: the last event is the error

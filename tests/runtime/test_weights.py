@@ -8,6 +8,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sgl_aspects.runtime import Engine, SamplingParams, ServerArgs
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from tests.support.answers import clear_model
 from tests.support.http_server import serving
+from tests.support.threads import in_threads
 from tests.support.tiny_models import make_tokenizer
 
 NEW = 24
@@ -89,16 +91,13 @@ def test_under_load_each_answer_is_of_one_model_whole(
             else:
                 faults.append((i, output))
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for _ in range(3):
-        for model in (1, 0):
-            engine.update_weights(folders[model])
-            assert engine.generate(PROMPTS[3], PARAMS).output_ids == answers[model][3]
-    done.set()
-    for thread in threads:
-        thread.join()
+    with in_threads(*(partial(ask, i) for i in range(8))):
+        try:
+            for model in (1, 0) * 3:
+                engine.update_weights(folders[model])
+                assert engine.generate(PROMPTS[3], PARAMS).output_ids == answers[model][3]
+        finally:
+            done.set()
     assert not faults
     assert seen == {True, False}
 

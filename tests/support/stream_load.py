@@ -13,8 +13,11 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tests.support.threads import in_threads
 
 _TOKENS = 64
 
@@ -108,13 +111,9 @@ def main(port: int, path: str, streams: int) -> None:
             found.append(request)
             _ask(port, path, request)
 
-    threads = [threading.Thread(target=stream, args=(number,)) for number in range(streams)]
-    for thread in threads:
-        thread.start()
-    sys.stdin.read()
-    is_over.set()
-    for thread in threads:
-        thread.join()
+    with in_threads(*(partial(stream, number) for number in range(streams)), seconds=300):
+        sys.stdin.read()
+        is_over.set()
     json.dump([asdict(request) for request in found], sys.stdout)
 
 

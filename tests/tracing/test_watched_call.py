@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from sgl_aspects.tracing.record import native
 from sgl_aspects.weaving import Advice, Handle, HookType, Target, report, weave
 from tests.support.attachable import python_of
 from tests.support.builds import build, is_compiled
+from tests.support.threads import in_threads
 from tests.support.tree import ROOT
 
 in_c = pytest.mark.skipif(native.WatchedCall is None, reason="needs CPython 3.12 and a C compiler")
@@ -264,16 +264,9 @@ def test_deep_recursion_and_many_threads(target: Any) -> None:
     observer.enter = observer.exit = lambda *_: None
     _, plain = observe("plain")
     results: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda: results.append({target.depth(50) for _ in range(200)}))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for _ in range(50):  # hooks come and go meanwhile
-        weave(Advice(Target.parse("watched_target:depth"), HookType.BEFORE, lambda n: None)).remove()
-    for thread in threads:
-        thread.join()
+    with in_threads(*[lambda: results.append({target.depth(50) for _ in range(200)})] * 8):
+        for _ in range(50):  # hooks come and go meanwhile
+            weave(Advice(Target.parse("watched_target:depth"), HookType.BEFORE, lambda n: None)).remove()
     assert results == [{50}] * 8
     assert told(handle).calls == 201 + 8 * 200 * 51
     plain.remove()

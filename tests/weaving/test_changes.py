@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import HookRegistry, HookType, State
 from sgl_aspects.weaving import Pieces, in_pieces
+from tests.support.threads import in_threads
 from tests.support.woven_modules import advice, around, fixture_of, hooked, module_of
 
 engine = fixture_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): return 'm'\n")
@@ -200,12 +202,8 @@ def test_what_the_last_call_says_holds_after_many_threads(engine: Any) -> None:
             if number % 3 == 1:
                 HookRegistry.reset()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    with in_threads(*(functools.partial(work, number) for number in range(6))):
+        pass
     HookRegistry.reset()
     assert aspects.report().hooks == ()
     assert engine.f is original

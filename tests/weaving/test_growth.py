@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
+from tests.support.threads import in_threads
 from tests.support.woven_modules import advice, module_of
 
 SOURCE = "def f(ticket): return [ticket]\nclass C:\n    def m(self, ticket): return [ticket]\n"
@@ -57,13 +59,10 @@ def soak(each: int = 10_000) -> None:
         made = module.C()
         calls = [lambda ticket: module.f(ticket), lambda ticket: made.m(ticket)]
         for count in (each // 10, each - each // 10):
-            weavers = [
-                threading.Thread(target=_weave, args=(calls, number, count)) for number in range(THREADS)
-            ]
-            for thread in weavers:
-                thread.start()
-            for thread in weavers:
-                thread.join()
+            with in_threads(
+                *(partial(_weave, calls, number, count) for number in range(THREADS)), seconds=900
+            ):
+                pass
             gc.collect()
             sizes.append(len(gc.get_objects()))
         assert (module.f, module.C.__dict__["m"]) == originals

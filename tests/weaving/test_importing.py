@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -14,7 +15,6 @@ import threading
 import warnings
 import zipfile
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,29 +25,10 @@ import sgl_aspects as aspects
 from sgl_aspects import HookType, State, Target
 from sgl_aspects.weaving import weaver
 from tests.support.stand_ins import Engine
+from tests.support.threads import in_threads
 from tests.support.woven_modules import mark
 
 DEADLINE = 20
-
-
-def in_threads(*functions: Any) -> None:
-    """Run all at once; fail where one does not end."""
-    failures: list[BaseException] = []
-
-    def run(function: Any) -> None:
-        try:
-            function()
-        except BaseException as failure:  # noqa: BLE001  it is raised in the main thread
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
-        assert not thread.is_alive(), "deadlock"
-    for failure in failures:
-        raise failure
 
 
 # -- modules that are still being initialised -------------------------------------------------------------
@@ -127,7 +108,8 @@ def test_a_hook_from_another_thread_while_the_module_loads(engine: Engine) -> No
         assert advice.state is State.PENDING
         gate.go_on.set()
 
-    in_threads(weave, lambda: engine.load("slow"))
+    with in_threads(weave):
+        engine.load("slow")
     assert advice.state is State.WOVEN
     assert engine.load("slow").f() == ["hook"]
     aspects.Handle((advice,)).remove()
@@ -706,7 +688,8 @@ def test_many_threads_import_the_same_modules_at_once(engine: Engine) -> None:
 
     advices = [mark(f"{name}:f") for name in names]
     with aspects.woven(*advices):
-        in_threads(*(lambda start=start: load(start) for start in range(0, 16, 2)))
+        with in_threads(*(functools.partial(load, start) for start in range(0, 16, 2))):
+            pass
         assert {advice.state for advice in advices} == {State.WOVEN}
         for name in names:
             assert engine.load(name).call() == ["hook"]
@@ -732,30 +715,24 @@ def test_imports_in_opposite_order_while_others_weave(engine: Engine, round_: in
             with aspects.woven(mark("first:f"), mark("second.f"), mark("fir*:f")):
                 pass
 
-    weavers = [threading.Thread(target=weaving, daemon=True) for _ in range(2)]
-    for thread in weavers:
-        thread.start()
-    try:
-        in_threads(lambda: load("first"), lambda: load("second"))
-    finally:
-        stop.set()
-        for thread in weavers:
-            thread.join(DEADLINE)
-            assert not thread.is_alive(), "deadlock"
+    with in_threads(weaving, weaving):
+        try:
+            with in_threads(lambda: load("first"), lambda: load("second")):
+                pass
+        finally:
+            stop.set()
     assert engine.load("first").f() == engine.load("second").f() == []
     assert not hasattr(engine.load("first").f, "__wrapped__")
 
 
-def test_a_thread_weaves_what_another_one_is_importing(engine: Engine, tmp_path: Path) -> None:
+def test_a_thread_weaves_what_another_one_is_importing(engine: Engine) -> None:
     """No moment of an import is lost, whenever the hook comes."""
-    del tmp_path
     for number in range(30):
         engine.write(f"racing{number}.py", "def f(): return []\nimport time\ntime.sleep(0.001)\n")
     advices = [mark(f"racing{number}:f", required=True) for number in range(30)]
-    in_threads(
-        lambda: [engine.load(f"racing{number}") for number in range(30)],
-        lambda: [aspects.weave(advice) for advice in advices],
-    )
+    with in_threads(lambda: [engine.load(f"racing{number}") for number in range(30)]):
+        for advice in advices:
+            aspects.weave(advice)
     aspects.HookRegistry.apply_hooks()
     assert {advice.state for advice in advices} == {State.WOVEN}
     for number in range(30):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
+from tests.support.threads import in_threads
 from tests.support.woven_modules import advice, around, module_of
 
 SOURCE = """
@@ -236,13 +237,9 @@ def test_every_call_is_counted_once() -> None:
             for ticket in range(each):
                 module.f(ticket)
 
-        threads = [threading.Thread(target=call) for _ in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            aspects.weave(Pair("engine:f").advices[0]).remove()
-        for thread in threads:
-            thread.join()
+        with in_threads(*[call] * THREADS) as threads:
+            while any(thread.is_alive() for thread in threads):
+                aspects.weave(Pair("engine:f").advices[0]).remove()
         assert aspects.report().hooks[0].calls == each * THREADS
 
 
