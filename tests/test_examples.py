@@ -15,6 +15,7 @@ import pytest
 from sgl_aspects.analysis.spans import read_spans
 from tests.support.otlp_receiver import http_receiver
 from tests.support.processes import python
+from tests.support.tiny_models import llama_fixture
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -50,13 +51,7 @@ def test_it_prints_its_documented_output(name: str, tmp_path: Path) -> None:
     assert done.stdout.strip() == textwrap.dedent(said).strip()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.support.tiny_models import make_llama
-
-    folder = tmp_path_factory.mktemp("model")
-    make_llama(folder)
-    return folder
+model = llama_fixture()
 
 
 def test_quickstart(model: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import TraceSummary, attach
 from tests.support.processes import free_port, wait_until
 from tests.support.real_backends import Phoenix, phoenix, prometheus
-from tests.support.tiny_models import make_llama
+from tests.support.tiny_models import llama_fixture
 
 pytestmark = pytest.mark.integration
 
@@ -28,11 +28,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Phoenix]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_llama(folder, max_position_embeddings=32768)
-    return folder
+model = llama_fixture(max_position_embeddings=32768)
 
 
 def serve(model: Path, endpoint: str, first_trace: int) -> TraceSummary:

@@ -25,18 +25,14 @@ from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanBegin, SpanEnd, SpanType
 from sgl_aspects.tracing.schema import DECODE, STEP
 from tests.support.otlp_receiver import http_receiver
-from tests.support.tiny_models import make_llama
+from tests.support.tiny_models import llama_fixture
 
 pytestmark = pytest.mark.usefixtures("forked_collectors", "forked_schedulers")
 
 STALL = 1.0
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_llama(folder)
-    return folder
+model = llama_fixture()
 
 
 def answer(tokens: int) -> SamplingParams:

@@ -16,7 +16,7 @@ from sgl_aspects.tracing import attach, schema
 from sgl_aspects.tracing.collect.process import Collector
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support import workers
-from tests.support.tiny_models import make_llama
+from tests.support.tiny_models import llama_fixture
 
 pytestmark = pytest.mark.usefixtures("forked_collectors", "forked_schedulers")
 
@@ -24,11 +24,7 @@ SLOW = 0.02
 spawn = multiprocessing.get_context("spawn")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_llama(folder, max_position_embeddings=8192)
-    return folder
+model = llama_fixture(max_position_embeddings=8192)
 
 
 def exported(model: Path, file: Path) -> list[Span]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,8 @@ HERE = [group for group in GROUPS if group not in ("memory", "distributed", "gen
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOOPBACK_VISIBLE_DEVICES", "0,1")
-    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
-    yield
-    set_current_platform(None)
 
 
 def results(platform: SRTPlatform, only: list[str]) -> dict[str, Result]:

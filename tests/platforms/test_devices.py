@@ -85,11 +85,6 @@ class StandIn(ModuleType):
         return call
 
 
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
-
-
 def make(name: str) -> SRTPlatform:
     (row,) = [row for row in BUILTIN_PLATFORMS if row.name == name]
     platform = resolve_qualified_name(row.class_name)()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from sgl_aspects.runtime.dispatch.configuration import find_platform_file
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults
 from tests.support.acme import AcmePlatform, HighPagesFirst, MHATokenToKVPool
-from tests.support.tiny_models import make_llama
+from tests.support.tiny_models import llama_fixture
 
 pytestmark = pytest.mark.usefixtures("forked_schedulers")
 
@@ -81,17 +80,7 @@ class Backend(TorchNativeBackend):
     capturable = True
 
 
-@pytest.fixture(autouse=True)
-def _choose_again() -> Iterator[None]:
-    yield
-    set_current_platform(None)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_llama(folder)
-    return folder
+model = llama_fixture()
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:

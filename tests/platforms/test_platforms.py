@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,15 +32,6 @@ from sgl_aspects.platforms.cuda import CudaPlatform, CudaSRTPlatform
 from sgl_aspects.platforms.host_memory import cgroup_limits
 from sgl_aspects.platforms.rocm import RocmPlatform, RocmSRTPlatform
 from tests.support.torch_programs import run_with_torch
-
-
-@pytest.fixture(autouse=True)
-def _no_platform_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
-    set_current_platform(None)
-    yield
-    set_current_platform(None)
-
 
 # -- exports and data -------------------------------------------------------------------------------------
 

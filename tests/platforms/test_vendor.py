@@ -46,12 +46,6 @@ def choose(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("SGLANG_PLATFORM", f"acme=tests.support.acme:{name}")
 
 
-@pytest.fixture(autouse=True)
-def _choose_again() -> Any:
-    yield
-    set_current_platform(None)
-
-
 COMMON = {"allocator", "rms_norm", "linear"}
 GATED = {"silu_and_mul"}
 EXPERTS = GATED | {"fused_moe"}

@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.http_server import Server, serving
-from tests.support.tiny_models import make_llama
+from tests.support.tiny_models import llama_fixture
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_llama(folder)
-    return folder
+model = llama_fixture()
 
 
 @pytest.fixture(scope="module")

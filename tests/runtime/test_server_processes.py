@@ -25,16 +25,12 @@ from tests.support.http_server import LOCAL, Server, serving
 from tests.support.phases import engine_receiver
 from tests.support.processes import is_running, wait_until
 from tests.support.threads import in_threads
-from tests.support.tiny_models import make_llama
+from tests.support.tiny_models import llama_fixture
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_llama(folder, max_position_embeddings=16384)
-    return folder
+model = llama_fixture(max_position_embeddings=16384)
 
 
 def body(tokens: int, **more: Any) -> dict[str, Any]:

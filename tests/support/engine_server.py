@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sgl_aspects.run.folder import runs
+from tests.support import processes
 
 START_SECONDS = 600  # vLLM compiles first, on two busy cores
 
@@ -52,18 +53,30 @@ class EngineServer:
     log: Path
     start_seconds: float = 0.0
 
+    def _request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        sent = {"content-type": "application/json", **(headers or {})}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        with contextlib.closing(connection):
+            connection.request(method, path, None if body is None else json.dumps(body), sent)
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def tell(
+        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None, *, status: int = 200
+    ) -> bytes:
+        found, content = self._request("POST", path, body, headers)
+        assert found == status, content
+        return content
+
     def post(
         self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None, *, status: int = 200
     ) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request(
-            "POST", path, json.dumps(body), {"content-type": "application/json", **(headers or {})}
-        )
-        response = connection.getresponse()
-        content = response.read()
-        connection.close()
-        assert response.status == status, content
-        return json.loads(content)
+        return json.loads(self.tell(path, body, headers, status=status))
+
+    def get(self, path: str) -> int:
+        return self._request("GET", path)[0]
 
     def run_folder(self) -> Path:
         """The run folder of this server: others may be traced on the machine, too."""
@@ -76,10 +89,7 @@ class EngineServer:
 
     def command(self, command: str, *words: str) -> str:
         """Run a command of sgl-aspects on its run; return what it prints."""
-        whole = [sys.executable, "-m", "sgl_aspects", command, "--run", str(self.run_folder()), *words]
-        done = subprocess.run(whole, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return processes.output_of(processes.command(command, "--run", self.run_folder(), *words))
 
     def profile(self, steps: int) -> str:
         """Profile forward passes while it answers; return what the command prints."""
@@ -88,15 +98,6 @@ class EngineServer:
             while not profile.done():
                 self.chat("profiled")
         return profile.result()
-
-    def tell(self, path: str, body: dict[str, Any]) -> None:
-        """Post what has no JSON as its answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        content = response.read()
-        connection.close()
-        assert response.status == 200, content
 
     @contextmanager
     def streaming(
@@ -130,14 +131,6 @@ class EngineServer:
             yield
             for answer in answers:
                 answer.read()
-
-    def get(self, path: str) -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("GET", path)
-        response = connection.getresponse()
-        response.read()
-        connection.close()
-        return response.status
 
     def chat(self, text: str, *, headers: dict[str, str] | None = None, **options: Any) -> Answer:
         """One streamed greedy answer."""

@@ -121,6 +121,19 @@ def make_llama(folder: Path, *, max_shard_size: str = "1GB", **overrides: Any) -
     return make_model(folder, "llama", max_shard_size=max_shard_size, **overrides)
 
 
+def llama_fixture(**overrides: Any) -> Any:
+    """A fixture of a file: the folder of a random Llama, which is named tiny."""
+    import pytest
+
+    @pytest.fixture(scope="module")
+    def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("models") / "tiny"
+        make_llama(folder, **overrides)
+        return folder
+
+    return made
+
+
 def make_model(
     folder: Path, family: str, *, max_shard_size: str = "1GB", seed: int = 7, **overrides: Any
 ) -> Any:

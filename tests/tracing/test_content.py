@@ -16,7 +16,7 @@ from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.content import CAPTURE, INPUT, OUTPUT, REDACT, ContentCapture
-from tests.support.tiny_models import make_llama
+from tests.support.tiny_models import llama_fixture
 
 pytestmark = pytest.mark.usefixtures("forked_schedulers", "forked_collectors")
 
@@ -24,11 +24,7 @@ SECRET = "xylophone-quartz"
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": f"my name is {SECRET}"}]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_llama(folder, max_position_embeddings=512)
-    return folder
+model = llama_fixture(max_position_embeddings=512)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, spans_of
 from tests.support.phases import engine_receiver
 from tests.support.processes import python, without_room
 from tests.support.sessions import read_file
-from tests.support.tiny_models import make_llama, make_tokenizer
+from tests.support.tiny_models import llama_fixture, make_tokenizer
 
 with_torch = ForkedContext()
 
@@ -51,11 +51,7 @@ def tokens(count: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=count, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_llama(folder, max_position_embeddings=1024)
-    return folder
+model = llama_fixture(max_position_embeddings=1024)
 
 
 @dataclass

@@ -29,7 +29,7 @@ from tests.support.http_server import Server, serving
 from tests.support.otlp_receiver import Span, spans_of
 from tests.support.processes import output_of, python, wait_until, wait_until_gone
 from tests.support.sessions import read_file
-from tests.support.tiny_models import make_llama
+from tests.support.tiny_models import llama_fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -37,11 +37,7 @@ STREAMS = 16
 LONG = ("--shutdown-timeout", "240", "--max-total-tokens", "20000")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_llama(folder, max_position_embeddings=4096)
-    return folder
+model = llama_fixture(max_position_embeddings=4096)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.otlp_receiver import Receiver
 from tests.support.processes import output_of, python
-from tests.support.tiny_models import make_llama
+from tests.support.tiny_models import llama_fixture
 from tests.support.wall_clock import WallClock, wall_clock
 
 YEAR, HOUR = 365 * 86400, 3600
@@ -67,11 +67,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_llama(folder, max_position_embeddings=1024)
-    return folder
+model = llama_fixture(max_position_embeddings=1024)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.support.engine_server import EngineServer, start_server
 from tests.support.otlp_receiver import Span
 from tests.support.phases import engine_receiver, run_prefix
 from tests.support.processes import free_port
-from tests.support.tiny_models import make_llama
+from tests.support.tiny_models import llama_fixture
 
 for package in ("fastapi", "accelerate"):
     pytest.importorskip(package)
@@ -40,12 +40,7 @@ def is_left(span: Span) -> bool:
     return span.trace_id == trace_id(5) and span.parent_id == CALLER
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    folder.mkdir()
-    make_llama(folder)
-    return folder
+model = llama_fixture()
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["continuous batching", "one by one"])
