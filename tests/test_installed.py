@@ -32,7 +32,7 @@ assert sgl_aspects.__file__.startswith(sys.prefix), sgl_aspects.__file__
 
 def run(*words: str | Path, cwd: Path, **environment: str) -> str:
     without = ("PYTHONPATH", "PYTHONHOME")
-    return output_of(finished(*words, cwd=cwd, seconds=280, without=without, **environment))
+    return output_of(finished(*words, cwd=cwd, seconds=280, without=without, variables=environment))
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def spans_of(folder: Path, *launchers: str, **variables: str) -> list[Span]:
             "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
             "OTEL_TRACES_EXPORTER": "otlp",
         }
-        output_of(finished(*launchers, sys.executable, "program.py", cwd=folder, **variables))
+        output_of(finished(*launchers, sys.executable, "program.py", cwd=folder, variables=variables))
         return receiver.named("sell")
 
 
@@ -62,7 +62,7 @@ def test_a_wrong_configuration_ends_the_program_with_one_line(tmp_path: Path) ->
     program.write_text("print('reached')")
     (tmp_path / "aspects.toml").write_text('[[trace]]\ntarget = "shop:sell"\nspan = "sell"\n')
     variables = QUIET | {"SGL_ASPECTS_CONFIG": str(tmp_path / "aspects.toml")}
-    done = finished(*LAUNCHER, sys.executable, program, **variables)
+    done = finished(*LAUNCHER, sys.executable, program, variables=variables)
     assert done.returncode == 1
     assert done.stderr.startswith(f"sgl-aspects: {tmp_path}/aspects.toml: trace 1: unknown key 'span'")
     assert done.stderr.count("\n") == 1

@@ -44,7 +44,7 @@ class Environment:
         if platform is not None:
             env["SGLANG_PLATFORM"] = platform
         without = ("SGLANG_PLATFORM", "PYTHONPATH")
-        return finished(self.python, *words, cwd=self.folder, seconds=280, without=without, **env)
+        return finished(self.python, *words, cwd=self.folder, seconds=280, without=without, variables=env)
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ def sources(folder: Path) -> Path:
 def build(python: str, folder: Path, **environment: str) -> Path:
     """Build the package for ``python`` with this environment's setuptools; return the folder for its path."""
     words = ("setup.py", "--quiet", "build", "--build-base", "build")
-    environment = {"PYTHONPATH": sysconfig.get_path("purelib"), "SGL_ASPECTS_NATIVE": "on", **environment}
-    output_of(finished(python, *words, cwd=sources(folder), seconds=300, **environment))
+    variables = {"PYTHONPATH": sysconfig.get_path("purelib"), "SGL_ASPECTS_NATIVE": "on", **environment}
+    output_of(finished(python, *words, cwd=sources(folder), variables=variables))
     (built,) = folder.glob("checkout/build/lib*")
     return built
 

@@ -11,8 +11,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 
@@ -87,9 +88,11 @@ def finished(
     cwd: str | Path | None = None,
     seconds: float = 240,
     without: tuple[str, ...] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end. Variables whose names begin with one of ``without`` are not handed on."""
+    environment |= variables
     kept = {name: text for name, text in os.environ.items() if not name.startswith(without)}
     return subprocess.run(
         words, cwd=cwd, env=kept | environment, capture_output=True, text=True, timeout=seconds, check=False

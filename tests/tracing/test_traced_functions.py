@@ -137,7 +137,16 @@ def traced(tmp_path: Path) -> Callable[..., tuple[dict[str, list[Span]], str]]:
         (tmp_path / "aspects.toml").write_text(declared)
         file = tmp_path / "traces.jsonl"
         file.unlink(missing_ok=True)
-        words = ["--config", "aspects.toml", "--file", file, *options, "--", sys.executable, "program.py"]
+        words = [
+            "--config",
+            "aspects.toml",
+            "--file",
+            str(file),
+            *options,
+            "--",
+            sys.executable,
+            "program.py",
+        ]
         done = command("run", *words, cwd=tmp_path, without=("OTEL_", "SGL_ASPECTS_", "ASPECTS_"))
         output_of(done)
         found: dict[str, list[Span]] = {}

@@ -26,7 +26,7 @@ from sgl_aspects import HookType, State, Target
 from sgl_aspects.weaving import weaver
 from tests.support.stand_ins import Engine
 from tests.support.threads import in_threads
-from tests.support.woven_modules import mark
+from tests.support.woven_modules import mark, state
 
 DEADLINE = 20
 
@@ -105,12 +105,12 @@ def test_a_hook_from_another_thread_while_the_module_loads(engine: Engine) -> No
     def weave() -> None:
         assert gate.reached.wait(DEADLINE)
         aspects.weave(advice)
-        assert advice.state is State.PENDING
+        assert state(advice) is State.PENDING
         gate.go_on.set()
 
     with in_threads(weave):
         engine.load("slow")
-    assert advice.state is State.WOVEN
+    assert state(advice) is State.WOVEN
     assert engine.load("slow").f() == ["hook"]
     aspects.Handle((advice,)).remove()
     assert engine.load("slow").f() == []
@@ -294,7 +294,7 @@ def test_a_lazy_module_is_not_woken_and_hooked_when_it_wakes(engine: Engine, ord
         aspects.explain(target)
         str(aspects.report())
         assert other.g() == ["hook"]
-        assert advice.state is State.PENDING
+        assert state(advice) is State.PENDING
     assert awake.modules == []
     assert dozing.f() == ["hook"]
     assert awake.modules == ["dozing"]
@@ -403,12 +403,12 @@ def test_namespace_packages(engine: Engine) -> None:
     with aspects.woven(dotted, colon, pattern, of_space):
         mod = engine.load("space.inner.mod")
         assert mod.f() == ["space.inner.mod.f", "space.inner.mod:f", "space.**:f"]
-        assert of_space.state is State.PENDING
+        assert state(of_space) is State.PENDING
         aspects.HookRegistry.apply_hooks()
-        assert of_space.state is State.MISSING
+        assert state(of_space) is State.MISSING
         gone = mark("space.inner.gone.f")
         with aspects.woven(gone):
-            assert gone.state is State.MISSING
+            assert state(gone) is State.MISSING
 
 
 def test_modules_in_a_zip_file(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +424,7 @@ def test_modules_in_a_zip_file(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
         assert mod.f() == ["hook"]
         assert type(mod.__loader__).__name__ == "zipimporter"
         assert pkgutil.get_data("zipped", "data.txt") == b"some data"
-        assert absent.state is State.MISSING
+        assert state(absent) is State.MISSING
 
 
 def test_frozen_and_builtin_modules() -> None:
@@ -635,7 +635,7 @@ def test_what_goes_wrong_in_weaving_never_fails_the_import(
     guarded, plain = mark("hostile:Guarded.m"), mark("hostile:f")
     with aspects.woven(guarded, plain):
         hostile = engine.load("hostile")
-        assert guarded.state is State.FAILED
+        assert state(guarded) is State.FAILED
         assert "hands off" in guarded.detail
         assert hostile.Guarded().m() == []
         assert hostile.f() == ["hook"]

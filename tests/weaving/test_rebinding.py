@@ -86,7 +86,8 @@ class Refusing:
     def __setattr__(self, name: str, value: Any) -> None:
         raise RuntimeError("no")
 
-    __getattribute__ = __setattr__  # type: ignore[assignment]
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("no")
 
 
 class Loading(dict[str, Any]):
@@ -265,7 +266,7 @@ HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[A
     ),
     "a dict that loads when it is looked at": (
         lambda f: Loading(f=f),
-        lambda it: dict.get(it, "f")(1),
+        lambda it: dict.get(it, "f")(1),  # type: ignore[misc]
         lambda it: dict.get(it, "f"),
     ),
 }

@@ -81,7 +81,7 @@ class IgnoringModule(types.ModuleType):
 
 
 class IgnoringMeta(type):
-    __setattr__ = Ignoring.__setattr__  # type: ignore[assignment]
+    __setattr__ = Ignoring.__setattr__
 
 
 class Fixed(metaclass=IgnoringMeta):

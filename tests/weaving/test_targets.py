@@ -14,7 +14,7 @@ import sgl_aspects as aspects
 from sgl_aspects import HookType, State, Target
 from sgl_aspects.errors import AspectsError, HookError, MissingTargetError, TargetError
 from tests.support.stand_ins import Engine
-from tests.support.woven_modules import mark
+from tests.support.woven_modules import mark, state
 
 FUNCTIONS = """
 def f(): return ["f"]
@@ -84,7 +84,7 @@ def test_random_targets_give_target_errors_only_and_import_nothing() -> None:
     for target in [target for target in read if "*" not in str(target)][:500]:
         advice = aspects.Advice(target, HookType.AFTER, print)
         handle = aspects.weave(advice)
-        assert advice.state is State.PENDING
+        assert state(advice) is State.PENDING
         aspects.explain(str(target))
         handle.remove()
     assert set(sys.modules) == before
@@ -345,24 +345,24 @@ def test_a_dotted_target_is_missing_only_when_no_submodule_can_bring_it(engine: 
 def test_a_hook_goes_through_its_states(engine: Engine) -> None:
     engine.write("mod.py", FUNCTIONS)
     advice = mark("mod:f")
-    assert advice.state is State.REMOVED
+    assert state(advice) is State.REMOVED
     handle = aspects.weave(advice)
-    assert (advice.state, advice.detail) == (State.PENDING, "its module is not loaded yet")
+    assert (state(advice), advice.detail) == (State.PENDING, "its module is not loaded yet")
     handle.disable()
-    assert advice.state is State.PENDING
+    assert state(advice) is State.PENDING
     mod = engine.load("mod")
-    assert advice.state is State.DISABLED
+    assert state(advice) is State.DISABLED
     assert mod.f() == ["f"]
     handle.enable()
-    assert advice.state is State.WOVEN
+    assert state(advice) is State.WOVEN
     assert mod.f() == ["f", "hook"]
     handle.remove()
-    assert advice.state is State.REMOVED
+    assert state(advice) is State.REMOVED
     handle.remove()
     handle.enable()
     assert mod.f() == ["f"]
     with aspects.woven(advice):
-        assert advice.state is State.WOVEN
+        assert state(advice) is State.WOVEN
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -379,7 +379,7 @@ def test_a_missing_attribute_is_a_state_with_close_names(
     advice = mark(target)
     with aspects.woven(advice):
         engine.load("mod")
-        assert advice.state is State.MISSING
+        assert state(advice) is State.MISSING
         assert "module mod is loaded and has no " + target.partition(":")[2] in advice.detail
         assert f"close names: {close}" in advice.detail
         assert aspects.report().hooks[0].detail == advice.detail
@@ -398,7 +398,7 @@ def test_a_path_through_a_module_says_how_to_write_it(engine: Engine) -> None:
     engine.load("pkg.mod")
     advice = mark("pkg:mod.Class.method")
     with aspects.woven(advice):
-        assert advice.state is State.MISSING
+        assert state(advice) is State.MISSING
         assert advice.detail == "pkg.mod is a module: write 'pkg.mod:Class.method'"
 
 
@@ -407,12 +407,12 @@ def test_alternates_that_are_gone_are_told_apart_from_those_that_may_come(engine
     engine.load("mod")
     advice = mark("mod:gone | later:f")
     with aspects.woven(advice):
-        assert advice.state is State.PENDING
+        assert state(advice) is State.PENDING
         assert "module mod is loaded and has no gone" in advice.detail
         assert "not loaded yet" in advice.detail
         engine.write("later.py", FUNCTIONS)
         assert engine.load("later").f() == ["f", "hook"]
-        assert (advice.state, advice.detail) == (State.WOVEN, "")
+        assert (state(advice), advice.detail) == (State.WOVEN, "")
 
 
 def test_a_missing_attribute_that_comes_later_is_found_by_looking_again(engine: Engine) -> None:
@@ -420,10 +420,10 @@ def test_a_missing_attribute_that_comes_later_is_found_by_looking_again(engine: 
     mod = engine.load("mod")
     advice = mark("mod:late")
     with aspects.woven(advice):
-        assert advice.state is State.MISSING
+        assert state(advice) is State.MISSING
         mod.late = lambda: list()  # noqa: C408
         aspects.HookRegistry.apply_hooks()
-        assert advice.state is State.WOVEN
+        assert state(advice) is State.WOVEN
         assert mod.late() == ["hook"]
 
 
@@ -433,14 +433,14 @@ def test_what_cannot_be_hooked_fails_and_says_why(engine: Engine, caplog: pytest
         later = mark(target)
         handle = aspects.weave(later)
         mod = engine.load("mod")
-        assert later.state is State.FAILED
+        assert state(later) is State.FAILED
         assert target in later.detail
         assert target in caplog.text
         handle.remove()
         with pytest.raises(HookError) as caught:
             aspects.weave(later)
         assert target in str(caught.value)
-        assert later.state is State.REMOVED
+        assert state(later) is State.REMOVED
         assert mod.value == 3
         engine.forget()
 

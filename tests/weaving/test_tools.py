@@ -187,7 +187,7 @@ def test_coverage_sees_the_users_lines(tmp_path: Path) -> None:
     (tmp_path / "debugged.py").write_text(SOURCE)
     program = tmp_path / "program.py"
     program.write_text(PDB.format(folder=str(tmp_path), before=""))
-    words = ["-W", "error", "-m", "coverage", "run", "--branch", "--include=*/debugged.py", program]
+    words = ["-W", "error", "-m", "coverage", "run", "--branch", "--include=*/debugged.py", str(program)]
     done = python(*words, cwd=tmp_path, without=("COVERAGE_",))
     assert (done.stdout, done.stderr) == ("result 5\n", "")
     data = coverage.CoverageData(str(tmp_path / ".coverage"))

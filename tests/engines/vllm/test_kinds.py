@@ -228,9 +228,9 @@ def test_an_engine_without_a_server_has_requests(model: Path, tmp_path: Path, wo
     script = tmp_path / "offline.py"
     script.write_text(OFFLINE.replace("WORK", work))
     with engine_receiver() as receiver:
-        command = [*run_prefix(receiver, level=2), sys.executable, script, model]
+        command = [*run_prefix(receiver, level=2), sys.executable, str(script), str(model)]
         settings = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        output_of(finished(*command, seconds=400, **settings))
+        output_of(finished(*command, seconds=400, variables=settings))
         receiver.wait_for(lambda spans: any(span.name == "scheduler.step" for span in spans))
     roots = [span for span in receiver.spans if not span.parent_id and span.name.endswith(" mini")]
     tokens = Counter(root.attributes["gen_ai.usage.output_tokens"] for root in roots)
