@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 import sgl_aspects as aspects
-from tests.support.woven_modules import around, module_of, no_hook_is_left
-
-__all__ = ["no_hook_is_left"]
+from tests.support.woven_modules import around, module_of
 
 SOURCE = """
 import collections, re
