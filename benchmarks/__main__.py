@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
 from benchmarks import calls, spans, weaving
-from benchmarks.turns import interval
+from benchmarks.turns import interval, publish
 
 PAGE = Path(__file__).resolve().parent / "results" / "tables.md"
 BASE = "SGLang's registry"
-
 
 BUDGETS = (
     ("one AROUND", "ours, AROUND", 1, 1.0),
@@ -52,13 +50,6 @@ def call_table(rounds: calls.Rounds) -> str:
     return "\n".join(lines)
 
 
-def weaving_table() -> str:
-    """One row a figure."""
-    lines = ["| what | ms | budget |", "| --- | --- | --- |"]
-    lines += [f"| {row.what} | {row.milliseconds:.2f} | {row.budget} |" for row in weaving.measure()]
-    return "\n".join(lines)
-
-
 def _calls() -> str:
     rounds = calls.measure()
     return f"""## Nanoseconds a call
@@ -73,10 +64,9 @@ SGLang's own hook registry in the same round.
 
 
 def _weaving() -> str:
-    return f"""## Weaving, rebinding, importing
-
-{weaving_table()}
-"""
+    rows = [f"| {row.what} | {row.milliseconds:.2f} | {row.budget} |\n" for row in weaving.measure()]
+    head = "## Weaving, rebinding, importing\n\n| what | ms | budget |\n| --- | --- | --- |\n"
+    return head + "".join(rows)
 
 
 def _spans() -> str:
@@ -108,9 +98,7 @@ profile-guided optimisation, as pyenv's are, takes some 15 % more for a span.
 """
     for name in arguments.sections or SECTIONS:
         page += "\n" + SECTIONS[name]()
-    sys.stdout.write(page)
-    if arguments.write:
-        arguments.write.write_text(page)
+    publish(page, arguments.write)
 
 
 if __name__ == "__main__":

@@ -76,24 +76,15 @@ def _ours(hook_type: aspects.HookType, make: Callable[[], Any]) -> Callable[[str
     return hook
 
 
-def _around() -> Any:
-    return lambda original_fn, *args, **kwargs: original_fn(*args, **kwargs)
-
-
-def _native() -> Any:
-    return lambda proceed, args, kwargs: proceed(args, kwargs)
-
-
 SUBJECTS: dict[str, Callable[[str, str, int], None] | None] = {
     "bare": lambda module, target, depth: None,
     "SGLang's registry": peers.sglang_hook,
-    "ours, AROUND": _ours(aspects.HookType.AROUND, _around),
-    "ours, native": _ours(aspects.HookType.NATIVE, _native),
+    "ours, AROUND": _ours(aspects.HookType.AROUND, lambda: lambda original, *a, **k: original(*a, **k)),
+    "ours, native": _ours(aspects.HookType.NATIVE, lambda: lambda proceed, a, k: proceed(a, k)),
     "ours, observer": _ours(aspects.HookType.OBSERVE, Nothing),
     "closure by hand": peers.closure_hook,
     "wrapt": peers.wrapt_hook,
 }
-
 
 Rounds = dict[tuple[str, str, int], list[float]]
 """Nanoseconds a call in each round, by (subject, call, depth)."""
@@ -102,9 +93,7 @@ Rounds = dict[tuple[str, str, int], list[float]]
 def measure() -> Rounds:
     """Time all subjects in turn, round after round."""
     timers: dict[tuple[str, str, int], timeit.Timer] = {}
-    for subject, hook in SUBJECTS.items():
-        if hook is None:
-            continue
+    for subject, hook in ((name, hook) for name, hook in SUBJECTS.items() if hook is not None):
         for call, (target, statement) in CALLS.items():
             for depth in DEPTHS:
                 name = f"bench_{len(timers)}"

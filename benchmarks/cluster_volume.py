@@ -38,6 +38,9 @@ class Volume(NamedTuple):
     plain: float
     gzip: float
 
+    def __str__(self) -> str:
+        return f"{self.spans:.1f} spans, {self.plain:.0f} bytes, {self.gzip:.0f} by gzip"
+
     def __add__(self, other: Volume) -> Volume:  # type: ignore[override]
         return Volume(*(a + b for a, b in zip(self, other)))
 
@@ -60,8 +63,8 @@ def of_step(level: int, batch: int) -> Volume:
         front = RingRecorder(folder)
         for number in range(batch):
             span_id = front.new_id()
-            begin = span_id, f"r{number}", time.monotonic_ns(), *context.new(), "chat m", {}
-            front.write(RequestBegin(*begin))
+            origin = context.new()
+            front.write(RequestBegin(span_id, f"r{number}", time.monotonic_ns(), *origin, "chat m", {}))
             front.write(RequestSent(span_id))
         stage = Stage(folder, batch)
         calls = [call for _, call in stage.calls(level)]
@@ -92,13 +95,11 @@ def main() -> None:
     given = parser.parse_args()
     request = of_request()
     levels = {1: request * given.requests}
-    print(f"a request: {request.spans:.1f} spans, {request.plain:.0f} bytes, {request.gzip:.0f} by gzip")
+    print(f"a request: {request}")
     for level in (2, 3):
         step = of_step(level, given.batch)
         levels[level] = levels[1] + step * given.steps
-        print(
-            f"a step, level {level}: {step.spans:.1f} spans, {step.plain:.0f} bytes, {step.gzip:.0f} by gzip"
-        )
+        print(f"a step, level {level}: {step}")
     print(f"| level | sampled | spans/s | MB/s | MB/s by gzip | TB in {given.days:g} days, plain |")
     print("| --- | --- | --- | --- | --- | --- |")
     for level, volume in levels.items():

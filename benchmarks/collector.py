@@ -19,9 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.receiver import counted, receiver
 from benchmarks.spans import processor_seconds
@@ -189,7 +191,7 @@ def stages(level: int, servers: int = 4, requests: int = 1500) -> list[Stage]:
     return [Stage(name, each * 1e6 / len(spans)) for name, each in zip(names, (*spent, sum(spent)))]
 
 
-def _load(folder: str, number: int, level: int, rate: float, seconds: float, results_queue: Any) -> None:
+def _load(folder: str, level: int, rate: float, seconds: float, number: int) -> tuple[int, float]:
     shapes, started = Shapes(folder, number, level), time.monotonic()
     done, spent = 0, time.process_time()
     while (now := time.monotonic() - started) < seconds:
@@ -197,28 +199,21 @@ def _load(folder: str, number: int, level: int, rate: float, seconds: float, res
             shapes.request()
             done += 1
         time.sleep(_TICK_SECONDS)
-    results_queue.put((done, time.process_time() - spent))
+    spent = time.process_time() - spent
     shapes.close()
+    return done, spent
 
 
 def load(level: int, rate: float, seconds: float, writers: int) -> str:
     """A collector beside ``writers`` writers that begin ``rate`` requests a second between them."""
-    results_queue = spawn.Queue()
     servers = writers // 2
     with receiver() as url:
         os.environ.update(OTEL_METRICS_EXPORTER="otlp", SGL_ASPECTS_TRACE_FLUSH_SECONDS="60")
         session = attach(level=1, endpoint=f"{url}/load")
-        each = level, rate / servers, seconds
+        record = partial(_load, session.run_folder, level, rate / servers, seconds)
         try:
-            processes = [
-                spawn.Process(target=_load, args=(session.run_folder, number, *each, results_queue))
-                for number in range(servers)
-            ]
-            for process in processes:
-                process.start()
-            results = [results_queue.get() for _ in processes]
-            for process in processes:
-                process.join()
+            with ProcessPoolExecutor(servers, mp_context=spawn) as pool:
+                results = list(pool.map(record, range(servers)))
             collector, began = session.collector_process_id, time.monotonic()
             spent = processor_seconds(collector)
             while processor_seconds(collector) - spent > 0.05 or time.monotonic() - began < 6:

@@ -55,15 +55,10 @@ def _of_vllm(core: Any) -> int:
 
 _SGLANG = "sglang.srt.managers.scheduler", "Scheduler", "run_event_loop", "is_disable_overlap_for_batch"
 _VLLM = "vllm.v1.engine.core", "EngineCoreProc", "run_busy_loop", "_process_engine_step"
+_SGLANG_FORWARD = ("ModelRunner.forward", "Backend.replay")
 _VLLM_FORWARD = ("GPUModelRunner.execute_model", "GPUModelRunner.sample_tokens", "CUDAGraph.replay")
 SCHEDULERS = (
-    Scheduler(
-        "sglang",
-        *_SGLANG,
-        "Scheduler.process_batch_result",
-        ("ModelRunner.forward", "Backend.replay"),
-        _of_sglang,
-    ),
+    Scheduler("sglang", *_SGLANG, "Scheduler.process_batch_result", _SGLANG_FORWARD, _of_sglang),
     Scheduler("vllm", *_VLLM, "Scheduler.update_from_output", _VLLM_FORWARD, _of_vllm),
 )
 
@@ -105,20 +100,19 @@ class Watched:
 
     def _calling(self, inner: Any, original: Any) -> Any:
         """The woven function around ``inner``."""
-        woven = self._woven
-        constants = woven.__code__.co_consts
-        changed = type(constants)(inner if one is original else one for one in constants)
-        code = woven.__code__.replace(co_consts=changed)
-        return types.FunctionType(code, woven.__globals__, woven.__name__, None, woven.__closure__)
+        constants = self._woven.__code__.co_consts
+        return self._copied(type(constants)(inner if one is original else one for one in constants))
 
     def _called_in_c(self, inner: Any, *parts: Any) -> Any:
-        run = types.FunctionType(
-            self._woven.__code__, self._woven.__globals__, closure=self._woven.__closure__
-        )
-        constants = run.__code__.co_consts
+        constants = self._woven.__code__.co_consts
+        run = self._copied(constants)
         changed = (*constants[:-1], native.WatchedCall(run, inner, *parts))
         run.__code__ = run.__code__.replace(co_consts=type(constants)(changed))
         return run
+
+    def _copied(self, constants: tuple[Any, ...]) -> types.FunctionType:
+        woven, code = self._woven, self._woven.__code__.replace(co_consts=constants)
+        return types.FunctionType(code, woven.__globals__, woven.__name__, None, woven.__closure__)
 
 
 def watched_methods(package: str) -> list[Watched]:
@@ -154,8 +148,7 @@ class Exchange:
     def stamped(self, *args: Any, **kwargs: Any) -> Any:
         """Replace the scheduler's method ``stamped``."""
         if self._until:
-            now = clock()
-            self._next(now, self._scheduler.decoding(*args, **kwargs))
+            self._next(clock(), self._scheduler.decoding(*args, **kwargs))
         return self._step(*args, **kwargs)
 
     def begin(self, *_: object) -> None:

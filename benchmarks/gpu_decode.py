@@ -12,34 +12,22 @@ from __future__ import annotations
 import argparse
 import platform as host
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.stepped import SHAPE, SteppedEngine, write_model
+from benchmarks.turns import publish
 from sgl_aspects.platforms import SRTPlatform, current_platform
 
 PAGE = Path(__file__).resolve().parent / "results" / "gpu.md"
 BATCH_SIZES = (1, 16)
 PROMPT_TOKENS = 512
 ROUNDS, STEPS, WARM_UP = 5, 30, 3
-
-
-@dataclass(frozen=True)
-class Row:
-    """Milliseconds: medians over all steps, and over the rounds' averages for whole ones."""
-
-    batch_size: int
-    mode: str
-    device_ms: float
-    step_ms: float
-    floor_ms: float
 
 
 def copy_bandwidth(platform: SRTPlatform) -> float:
@@ -88,7 +76,8 @@ class Timed:
         return [start.elapsed_ms(end) for start, end in self._events], whole
 
 
-def measure(folder: Path, weight_bytes: int, bandwidth: float) -> list[Row]:
+def measure(folder: Path, weight_bytes: int, bandwidth: float) -> list[str]:
+    """The rows of a table: medians over all steps, and over the rounds' averages for whole ones."""
     engine = SteppedEngine(folder, max(BATCH_SIZES))
     timed, config, running = Timed(engine), engine.runner.config, engine.scheduler.running
     token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * engine.runner.dtype.itemsize
@@ -111,29 +100,17 @@ def measure(folder: Path, weight_bytes: int, bandwidth: float) -> list[Row]:
         engine.finish()
         for mode, (device, whole) in times.items():
             device_ms, step_ms = statistics.median(device), statistics.median(whole)
-            rows.append(Row(batch_size, mode, device_ms, step_ms, floor_ms))
+            rows.append(
+                f"| {batch_size} | {mode} | {device_ms:.3f} | {device_ms / floor_ms:.2f} | {step_ms:.3f} "
+                f"| {step_ms / floor_ms:.2f} | {floor_ms:.3f} | {batch_size / step_ms * 1e3:.0f} |"
+            )
     return rows
-
-
-def table(rows: list[Row]) -> str:
-    lines = [
-        "| requests | steps | device ms | × floor | whole step ms | × floor | floor ms | tokens/s |",
-        "| --- " * 8 + "|",
-    ]
-    lines += [
-        f"| {row.batch_size} | {row.mode} | {row.device_ms:.3f} | {row.device_ms / row.floor_ms:.2f} "
-        f"| {row.step_ms:.3f} | {row.step_ms / row.floor_ms:.2f} | {row.floor_ms:.3f} "
-        f"| {row.batch_size / row.step_ms * 1e3:.0f} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_decode", description=__doc__)
-    parser.add_argument(
-        "--write", metavar="FILE", type=Path, nargs="?", const=PAGE, help=f"by default {PAGE.name}"
-    )
+    into = f"by default {PAGE.name}"
+    parser.add_argument("--write", metavar="FILE", type=Path, nargs="?", const=PAGE, help=into)
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     arguments = parser.parse_args()
     platform = current_platform
@@ -154,11 +131,11 @@ sampling and sending, on the host's clock, averaged over {STEPS} steps: with gra
 the one before it runs. {platform.get_device_name(0)}, torch {torch.__version__}, Python
 {host.python_version()}.
 
-{table(rows)}
+| requests | steps | device ms | × floor | whole step ms | × floor | floor ms | tokens/s |
+{"| --- " * 8}|
+{chr(10).join(rows)}
 """
-    sys.stdout.write(page)
-    if arguments.write:
-        arguments.write.write_text(page)
+    publish(page, arguments.write)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from benchmarks.load import ENGINES, Load, make_device, serving
 from benchmarks.receiver import receiver
 from benchmarks.turns import interval
 from tests.support.distributions import install_plugin
+from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parent.parent
 VARIANTS = ("nothing", "level 2", "level 3")
@@ -58,11 +59,7 @@ class Exchange:
         made = self._file.with_suffix(".made")
         made.unlink(missing_ok=True)
         os.kill(int(self._file.with_suffix(".pid").read_text()), signal.SIGRTMIN + 3)
-        deadline = time.monotonic() + seconds + 60
-        while not made.exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError("the scheduler did not finish; see its log")
-            time.sleep(0.1)
+        wait_until(made.exists, seconds + 60)
         found = json.loads(made.read_text())
         self.methods: list[str] = found["methods"]
         return [tuple(step) for step in found["steps"]]  # type: ignore[misc]
@@ -127,11 +124,6 @@ def _longer(steps: Steps, variants: Sequence[str]) -> list[tuple[float, float]]:
     return [(float(value), float(error)) for (value,), error in zip(solution, variance.sqrt())][:-1]
 
 
-HEADER = """
-| batch | step | | added | step longer by | steps |
-| ---: | ---: | --- | --- | --- | ---: |"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.interleaved")
     parser.add_argument("--model", type=Path, required=True, help="the folder of a model")
@@ -149,13 +141,14 @@ def main() -> None:
         settings: Any = {"url": url, "level": given.level, "environment": exchange.environment}
         variants = VARIANTS[: given.level]
         with serving(given.engine, given.model, device, given.options, **settings) as server:
-            print(HEADER, flush=True)
+            print("\n| batch | step | | added | step longer by | steps |")
+            print("| ---: | ---: | --- | --- | --- | ---: |", flush=True)
             for size in given.sizes:
                 with Load(server, device).at_work(size):
                     time.sleep(2)
                     try:
                         measured = exchange.measure(size, variants, given.seconds)
-                    except (TimeoutError, OSError):
+                    except (AssertionError, OSError):
                         print(server.log.read_text()[-20000:])
                         raise
                 print("\n".join(rows(measured, size, variants)), flush=True)

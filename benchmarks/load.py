@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.turns import step_aside
 from sgl_aspects.cli.models import ensure_model
@@ -90,14 +91,22 @@ class Load:
             "temperature": 0,
             "stream": True,
         }
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
+        try:
+            yield from lines_of(self.server.port, body)
+        except RuntimeError as error:
             log = self.server.log.read_text()[-20000:]  # its folder goes with the benchmark
-            raise RuntimeError(f"HTTP {response.status}: {response.read()!r}; the server's log:\n{log}")
-        yield from response
-        connection.close()
+            raise RuntimeError(f"{error}; the server's log:\n{log}") from None
+
+
+def lines_of(port: int, body: dict[str, Any]) -> Iterator[bytes]:
+    """The lines of the answer to a completion request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise RuntimeError(f"HTTP {response.status}: {response.read()!r}")
+    yield from response
+    connection.close()
 
 
 @contextmanager

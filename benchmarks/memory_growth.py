@@ -69,10 +69,8 @@ class Watched:
     def story(self) -> str:
         tenth = max(len(self.readings) // 10, 1)
         sizes = ", ".join(f"{size / _MIB:.1f}" for size in self.readings[::tenth])
-        return (
-            f"{self.name}, MiB: {sizes}; {self.process.num_fds()} open files, "
-            f"{self.process.num_threads()} threads"
-        )
+        files, threads = self.process.num_fds(), self.process.num_threads()
+        return f"{self.name}, MiB: {sizes}; {files} open files, {threads} threads"
 
 
 async def watch(processes: Sequence[Watched], end: float) -> None:

@@ -35,6 +35,9 @@ def inputs(op: str, tokens: int, dtype: torch.dtype, device: torch.device) -> di
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device).mul_(scale).to(dtype)
 
+    def norm() -> dict[str, Any]:
+        return {"x": random(tokens, 4096), "weight": random(4096), "residual": random(tokens, 4096)}
+
     pairs = 64
     frequencies = 10000.0 ** (-torch.arange(pairs, device=device).double() / pairs)
     angles = torch.outer(torch.arange(4096, device=device).double(), frequencies)
@@ -50,16 +53,8 @@ def inputs(op: str, tokens: int, dtype: torch.dtype, device: torch.device) -> di
     return {
         "silu_and_mul": lambda: {"x": random(tokens, 28672)},
         "gelu_and_mul": lambda: {"x": random(tokens, 28672)},
-        "rms_norm": lambda: {
-            "x": random(tokens, 4096),
-            "weight": random(4096),
-            "residual": random(tokens, 4096),
-        },
-        "gemma_rms_norm": lambda: {
-            "x": random(tokens, 4096),
-            "weight": random(4096),
-            "residual": random(tokens, 4096),
-        },
+        "rms_norm": norm,
+        "gemma_rms_norm": norm,
         "linear": lambda: {"x": random(tokens, 4096), "weight": random(4096, 4096, scale=0.02)},
         "rotary_embedding": lambda: {**turning, "positions": places},
         "mrotary_embedding": lambda: {

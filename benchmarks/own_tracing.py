@@ -77,10 +77,10 @@ def main() -> None:
         for name, subject in wanted.items():
             settings: Any = {"url": url, "level": subject.level, "environment": subject.environment}
             options = (*given.options, *subject.options)
-            started = serving(given.engine, given.model, device, options, **settings)
-            servers[name] = stack.enter_context(started)
-            stack.callback(signal_all, servers[name].process.pid, signal.SIGCONT)
-            step(servers[name], device, max(given.sizes), spins=spins)
+            server = stack.enter_context(serving(given.engine, given.model, device, options, **settings))
+            servers[name] = server
+            stack.callback(signal_all, server.process.pid, signal.SIGCONT)
+            step(server, device, max(given.sizes), spins=spins)
         print("\n| batch | a step | subject | added to a step |\n| ---: | ---: | --- | --- |", flush=True)
         for size in given.sizes:
             rounds = []

@@ -39,10 +39,8 @@ class _Handler(BaseHTTPRequestHandler):
             for span in (span for scope in scopes for span in scope.spans):
                 counts[name] += 1
                 if span.kind == span.SPAN_KIND_SERVER:
-                    refused = any(
-                        each.key == STATUS_CODE and each.value.int_value == 400 for each in span.attributes
-                    )
-                    counts["refused" if refused else "requests"] += 1
+                    status = [each.value.int_value for each in span.attributes if each.key == STATUS_CODE]
+                    counts["refused" if status == [400] else "requests"] += 1
             self._answer(b"")
         else:
             self._answer(b"{}")

@@ -12,8 +12,6 @@ rounds' own ratios.
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import os
 import signal
 import statistics
@@ -26,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.load import lines_of
 from benchmarks.turns import signal_all
 from tests.support import sglang_server
 from tests.support.engine_server import EngineServer
@@ -65,10 +64,8 @@ def main() -> None:
         if arguments.sglang:
             subjects["SGLang"] = stack.enter_context(_sglang(arguments.model, arguments.sglang, Path(logs)))
         subjects["transformers"] = _transformers(arguments.model)
-        print(
-            f"{TOKENS} output tokens, float32, {os.environ.get('OMP_NUM_THREADS', 'all')} threads, ", end=""
-        )
-        print(f"medians of {arguments.rounds} rounds")
+        threads = os.environ.get("OMP_NUM_THREADS", "all")
+        print(f"{TOKENS} output tokens, float32, {threads} threads, medians of {arguments.rounds} rounds")
         print("| batch | subject | output tokens/s | ratio | time to first token, ms | ratio |")
         print("| --- | --- | --- | --- | --- | --- |")
         for size in arguments.sizes:
@@ -139,17 +136,10 @@ def _stream(port: int, model: str, prompt: str) -> float:
     """Seconds to the first token of a streamed completion, which is read to its end."""
     body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "stream": True}
     body |= {"temperature": 0, "ignore_eos": True}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    start = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    response = connection.getresponse()
-    if response.status != 200:
-        raise SystemExit(response.read().decode())
-    first = 0.0
-    for line in response:
+    start, first = time.perf_counter(), 0.0
+    for line in lines_of(port, body):
         if line.startswith(b"data: {") and not first:
             first = time.perf_counter() - start
-    connection.close()
     return first
 
 
@@ -165,13 +155,8 @@ def _transformers(folder: Path) -> Subject:
         start = time.perf_counter()
         batch = tokenizer(prompts, return_tensors="pt", padding=True)
         with torch.inference_mode():
-            model.generate(
-                **batch,
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=tokenizer.pad_token_id,
-            )
+            exactly: Any = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+            model.generate(**batch, **exactly, pad_token_id=tokenizer.pad_token_id)
         return time.perf_counter() - start
 
     def measure(prompts: list[str]) -> Measured:

@@ -111,11 +111,14 @@ class Clients:
             await self._ask_each_length()
             await asyncio.gather(*(self._one(random.Random(number)) for number in range(CLIENTS)))
 
+    async def _complete(self, prompt: Any, **more: Any) -> Any:
+        return await self._client.completions.create(model="tiny", prompt=prompt, **more)
+
     async def _ask_each_length(self) -> None:
         """Request prompts of all lengths, nearly: kernels compiled for them are kept, and chance is slow."""
         for length in (*range(1, 64), *range(64, CHUNK + 1, 8)):
             prompt = [(length + place) % 250 for place in range(length)]  # no two begin alike
-            await self._client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+            await self._complete(prompt, max_tokens=1)
 
     async def _one(self, draw: random.Random) -> None:
         kinds = (self._ask_greedy, self._ask_anything, self._leave, self._ask_nonsense, self._ask_json)
@@ -129,9 +132,8 @@ class Clients:
 
     async def _ask_greedy(self, draw: random.Random) -> None:
         prompt = SHARED[: draw.choice((40, 200, 500))] + str(draw.randrange(20))
-        answer = await self._client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=30, temperature=0, extra_body={"ignore_eos": True}
-        )
+        more = {"ignore_eos": True}
+        answer = await self._complete(prompt, max_tokens=30, temperature=0, extra_body=more)
         text = answer.choices[0].text
         if self._greedy.setdefault(prompt, text) != text:
             self.wrong.append(f"another greedy answer: {prompt[-30:]!r}: {self._greedy[prompt]!r}, {text!r}")
@@ -154,13 +156,8 @@ class Clients:
             raise AssertionError("no end")
 
     async def _leave(self, draw: random.Random) -> None:
-        chunks = await self._client.completions.create(
-            model="tiny",
-            prompt=SHARED[: draw.randrange(1, 500)],
-            max_tokens=800,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
+        prompt, more = SHARED[: draw.randrange(1, 500)], {"ignore_eos": True}
+        chunks = await self._complete(prompt, max_tokens=800, stream=True, extra_body=more)
         for _ in range(draw.randrange(1, 20)):
             await anext(chunks)
         await chunks.close()
@@ -168,7 +165,7 @@ class Clients:
     async def _ask_nonsense(self, draw: random.Random) -> None:
         wrong: Any = draw.choice(({"temperature": -1}, {"max_tokens": 10**6}, {"stop": [""]}, {"n": 0}))
         try:
-            await self._client.completions.create(model="tiny", prompt="a", **wrong)
+            await self._complete("a", **wrong)
         except openai.BadRequestError:
             return
         raise AssertionError(f"{wrong} was answered")
@@ -219,14 +216,7 @@ def _soak(folder: Path, minutes: float, url: str) -> list[str]:
         **KEEPING,
     }
     # A small cache: requests are preempted now and then.
-    flags = (
-        "--max-total-tokens",
-        "1024",
-        "--max-running-requests",
-        "12",
-        "--chunked-prefill-size",
-        str(CHUNK),
-    )
+    flags = f"--max-total-tokens 1024 --max-running-requests 12 --chunked-prefill-size {CHUNK}".split()
     with serving(folder / "tiny", folder / "log", *flags, environment=environment) as server:
         end = time.monotonic() + 60 * minutes
         clients = Clients(server, end)
@@ -248,8 +238,6 @@ def _soak(folder: Path, minutes: float, url: str) -> list[str]:
         found = server.metrics()
         received = found["sgl_aspects_requests_received_total"]
         finished = sum(count for name, count in found.items() if "requests_finished_total" in name)
-        if received != finished:
-            faults.append(f"{received:.0f} requests were received, {finished:.0f} finished")
         print(f"{minutes:g} minutes, {received:.0f} requests: {dict(clients.seen)}")
         retracted = found.get("sgl_aspects_scheduler_retractions", 0)
         print(f"{len(updates.read_text())} weight updates, {retracted:.0f} requests preempted")
@@ -265,11 +253,13 @@ def _soak(folder: Path, minutes: float, url: str) -> list[str]:
         spans = Counter(counted(url))
         print(f"{spans['requests']} spans of requests were exported, {spans['refused']} of refused ones")
         answered = received - found.get('sgl_aspects_requests_finished_total{reason="error"}', 0)
-        if spans["requests"] != answered:
-            faults.append(f"{answered:.0f} requests were answered, {spans['requests']} have a span")
-        refused = clients.seen["ask_nonsense"]
-        if spans["refused"] != refused:
-            faults.append(f"{refused} requests were refused, {spans['refused']} have a span")
+        for count, told, other, done in (
+            (received, "received", finished, "finished"),
+            (answered, "answered", spans["requests"], "have a span"),
+            (clients.seen["ask_nonsense"], "refused", spans["refused"], "have a span"),
+        ):
+            if count != other:
+                faults.append(f"{count:.0f} requests were {told}, {other:.0f} {done}")
         text = server.log.read_text()
         if "Traceback" in text:
             faults.append(f"a traceback in the log: {text[-3000:]}")

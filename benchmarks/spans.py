@@ -127,11 +127,10 @@ def table() -> str:
         if not result.rounds:
             lines.append(f"| {name} | not measured: {result.missing} | | | |")
             continue
-        cells = [
-            f"{result.median(what) / 1e3:.2f} µs"
-            + (f" (1/{base.median(what) / result.median(what):.1f})" if base.rounds else "")
-            for what in (THREAD, PROCESS)
-        ]
+        cells = [f"{result.median(what) / 1e3:.2f} µs" for what in (THREAD, PROCESS)]
+        if base.rounds:
+            shares = (base.median(what) / result.median(what) for what in (THREAD, PROCESS))
+            cells = [f"{cell} (1/{share:.1f})" for cell, share in zip(cells, shares)]
         collector = "" if result.collector is None else f"{result.collector / 1e3:.1f} µs"
         exported = "" if result.exported is None else f"{result.exported:.0%}"
         lines.append(f"| {name} | {cells[0]} | {cells[1]} | {collector} | {exported} |")

@@ -76,11 +76,9 @@ class SteppedEngine:
         self._graph_runner = self.runner.graph_runner
         self._requests = 0
 
-    def use_graphs(self, yes: bool) -> bool:
-        """False where there are none."""
+    def use_graphs(self, yes: bool) -> None:
         self.scheduler.collect()
         self.runner.graph_runner = self._graph_runner if yes else None
-        return not yes or self._graph_runner is not None
 
     def add_requests(self, count: int, prompt_tokens: int, new_tokens: int) -> None:
         for _ in range(count):

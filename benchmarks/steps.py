@@ -59,12 +59,8 @@ class Stage:
             trackers.requests.resume(trackers.requests.queued(req.rid), 1)
         cache = SimpleNamespace(total_size=1000, available_size=lambda: 500)
         scheduler = SimpleNamespace(waiting=[], running=reqs, kv_cache=cache)
-        platform = SimpleNamespace(
-            device_name="cpu",
-            create_event=_Event,
-            current_stream=lambda: None,
-            stream_handle=lambda stream: 0,
-        )
+        platform = SimpleNamespace(device_name="cpu", create_event=_Event)
+        platform.current_stream, platform.stream_handle = lambda: None, lambda stream: 0
         runner = SimpleNamespace(platform=platform)
         batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=reqs, step_id=1, num_tokens=size)
         result = object()
@@ -106,22 +102,20 @@ class Stage:
 
 def warm(stage: Stage, level: int, steps: int) -> float:
     """Microseconds of a whole step, the best of several turns."""
-    calls = [call for _, call in stage.calls(level)]
-    tokens: dict[str, Any] = {}
-    best = []
+    calls, turns = [call for _, call in stage.calls(level)], []
     for _ in range(7):
         stage.be(level)
-        before = time.perf_counter_ns()
-        for _ in range(steps):
-            for call in calls:
-                call(tokens)
-        best.append((time.perf_counter_ns() - before) / steps / 1000)
-    empty = [lambda tokens: None] * len(calls)
+        turns.append(_whole(calls, steps))
+    return min(turns) - _whole([lambda tokens: None] * len(calls), steps)
+
+
+def _whole(calls: list[Callable[[Any], Any]], steps: int) -> float:
+    tokens: dict[str, Any] = {}
     before = time.perf_counter_ns()
     for _ in range(steps):
-        for nothing in empty:
-            nothing(tokens)
-    return min(best) - (time.perf_counter_ns() - before) / steps / 1000
+        for call in calls:
+            call(tokens)
+    return (time.perf_counter_ns() - before) / steps / 1000
 
 
 def evicted(stage: Stage, level: int, steps: int) -> dict[str, float]:

@@ -84,18 +84,16 @@ def sglang_trace(url: str) -> Tracer:
     source = sglang_sources("sglang/srt/observability/trace.py", "sglang/srt/environ.py")
     if source is None:
         raise ModuleNotFoundError("sglang's wheel")
-    for name, path in (("sglang", source), ("sglang.srt", source / "srt")):
+    packages = {"sglang": ".", "sglang.srt": "srt", "sglang.srt.observability": "srt/observability"}
+    for name, folder in packages.items():
         package = types.ModuleType(name)
-        package.__path__ = [str(path)]
+        package.__path__ = [str(source / folder)]
         sys.modules[name] = package
     resources = types.SimpleNamespace(trace_level=3)
     context, utils = types.ModuleType("sglang.srt.runtime_context"), types.ModuleType("sglang.srt.utils")
     context.__dict__["get_resources"] = lambda: resources
     utils.__dict__["get_int_env_var"] = lambda name, default=0: int(os.environ.get(name, default))
     sys.modules[context.__name__], sys.modules[utils.__name__] = context, utils
-    observability = types.ModuleType("sglang.srt.observability")
-    observability.__path__ = [str(source / "srt" / "observability")]
-    sys.modules[observability.__name__] = observability
     os.environ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
     os.environ["OTEL_BSP_MAX_QUEUE_SIZE"] = str(QUEUE)
     module = importlib.import_module("sglang.srt.observability.trace")

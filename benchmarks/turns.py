@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from statistics import median
 
 import psutil
@@ -23,6 +24,13 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
         inside, rank = inside - chance, rank + 1
     low = max(rank - 1, 0)
     return ordered[low], median(values), ordered[count - 1 - low]
+
+
+def publish(page: str, file: Path | None) -> None:
+    """Print a page, and write it if it is wanted in a file."""
+    sys.stdout.write(page)
+    if file is not None:
+        file.write_text(page)
 
 
 def signal_all(process_id: int, number: int) -> None:

@@ -7,8 +7,8 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = 7
@@ -91,11 +91,10 @@ removals = [seconds(handle.remove) for handle in handles]
 print(json.dumps([statistics.median(times[-30:]) * 1e3 for times in (imports, weaves, removals)]))
 """
 
-IMPORTS = {"import wrapt": "import wrapt", "import sgl_aspects": "import sgl_aspects"}
+IMPORTS = ("import wrapt", "import sgl_aspects")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One figure with its budget, both in ms."""
 
     what: str
@@ -135,13 +134,8 @@ def measure() -> list[Row]:
     """Medians over processes of their own, rounds interleaved."""
     registering = [_run(REGISTER) for _ in range(RUNS)]
     imported = max(int(values[1]) for values in registering)
-    rows = [
-        Row(
-            f"register and apply 500 hooks on unloaded modules ({imported} modules imported)",
-            statistics.median(values[0] for values in registering),
-            "5",
-        )
-    ]
+    what = f"register and apply 500 hooks on unloaded modules ({imported} modules imported)"
+    rows = [Row(what, statistics.median(values[0] for values in registering), "5")]
     for count in (1, 10, 100, 500):
         ours = statistics.median(_run(WORLD, str(count), "ours")[0] for _ in range(3))
         theirs = _run(WORLD, str(count), "sglang", str(ROOT))[0]
@@ -149,12 +143,7 @@ def measure() -> list[Row]:
         rows.append(Row(what, ours, "100" if count == 500 else ""))
         rows.append(Row(f"the same with SGLang's registry, {count}", theirs, ""))
     rows += _growth()
-    times: dict[str, list[float]] = {name: [] for name in IMPORTS}
-    for _ in range(RUNS):
-        for name, statement in IMPORTS.items():
-            times[name].append(_import_ms(statement))
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    rows += [Row(name, value, "") for name, value in medians.items()]
-    beyond = medians["import sgl_aspects"] - medians["import wrapt"]
-    rows.append(Row("import sgl_aspects beyond import wrapt", beyond, "10"))
-    return rows
+    rounds = [[_import_ms(statement) for statement in IMPORTS] for _ in range(RUNS)]
+    wrapt, ours = (statistics.median(times) for times in zip(*rounds))
+    rows += [Row(name, value, "") for name, value in zip(IMPORTS, (wrapt, ours))]
+    return [*rows, Row("import sgl_aspects beyond import wrapt", ours - wrapt, "10")]
