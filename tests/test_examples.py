@@ -14,7 +14,7 @@ import pytest
 
 from sgl_aspects.analysis.spans import read_spans
 from tests.support.otlp_receiver import http_receiver
-from tests.support.processes import python
+from tests.support.processes import output_of, python
 from tests.support.tiny_models import llama_fixture
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,26 +46,23 @@ def test_none_is_forgotten() -> None:
 def test_it_prints_its_documented_output(name: str, tmp_path: Path) -> None:
     file = EXAMPLES / f"{name}.py"
     said = (ast.get_docstring(ast.parse(file.read_text())) or "").split("Prints:\n")[1]
-    done = run(str(file), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == textwrap.dedent(said).strip()
+    printed = output_of(run(str(file), cwd=tmp_path))
+    assert printed.strip() == textwrap.dedent(said).strip()
 
 
 model = llama_fixture()
 
 
 def test_quickstart(model: Path, tmp_path: Path) -> None:
-    done = run(str(EXAMPLES / "quickstart.py"), str(model), "report.html", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "spans recorded; otlp-json-file: " in done.stdout
-    assert re.search(r"^report\.html: 3 requests, \d+ spans", done.stdout, re.MULTILINE)
+    printed = output_of(run(str(EXAMPLES / "quickstart.py"), str(model), "report.html", cwd=tmp_path))
+    assert "spans recorded; otlp-json-file: " in printed
+    assert re.search(r"^report\.html: 3 requests, \d+ spans", printed, re.MULTILINE)
     assert (tmp_path / "report.html").stat().st_size > 50_000
 
 
 def test_trace_to_otlp(model: Path, tmp_path: Path) -> None:
     with http_receiver() as receiver:
-        done = run(str(EXAMPLES / "trace_to_otlp.py"), str(model), receiver.endpoint, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        output_of(run(str(EXAMPLES / "trace_to_otlp.py"), str(model), receiver.endpoint, cwd=tmp_path))
         spans = list(receiver.spans)
     (request,) = [span for span in spans if span.name.startswith("text_completion")]
     assert request.trace_id == "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -97,9 +94,8 @@ def test_own_function(tmp_path: Path) -> None:
 
 def test_aspects_in_pytest(tmp_path: Path) -> None:
     arguments = ["-q", "-p", "no:cacheprovider", "-W", "error", "--rootdir", str(tmp_path)]
-    done = run("-m", "pytest", *arguments, str(EXAMPLES / "test_with_aspects.py"), cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
+    printed = output_of(run("-m", "pytest", *arguments, str(EXAMPLES / "test_with_aspects.py"), cwd=tmp_path))
+    assert "2 passed" in printed
 
 
 def test_the_sglang_script_names_flags_that_exist() -> None:

@@ -18,6 +18,7 @@ from sgl_aspects.cli.main import _parse
 from tests.support.builds import sources
 from tests.support.local_image import Images
 from tests.support.otlp_receiver import http_receiver
+from tests.support.processes import output_of
 from tests.support.tree import ROOT
 
 yaml = pytest.importorskip("yaml")
@@ -34,14 +35,12 @@ def helm(*words: str) -> subprocess.CompletedProcess[str]:
 def rendered(*settings: str) -> dict[str, Any]:
     """Return the resources by kind."""
     flags = [word for setting in settings for word in ("--set", setting)]
-    done = helm("template", "mine", str(FOLDER / "chart"), *flags)
-    assert done.returncode == 0, done.stderr
-    return {resource["kind"]: resource for resource in yaml.safe_load_all(done.stdout)}
+    printed = output_of(helm("template", "mine", str(FOLDER / "chart"), *flags))
+    return {resource["kind"]: resource for resource in yaml.safe_load_all(printed)}
 
 
 def test_the_chart_has_no_faults() -> None:
-    done = helm("lint", "--strict", str(FOLDER / "chart"))
-    assert done.returncode == 0, done.stdout
+    output_of(helm("lint", "--strict", str(FOLDER / "chart")))
 
 
 def test_the_engine_runs_below_the_package_that_the_init_container_brings() -> None:

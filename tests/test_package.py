@@ -13,6 +13,7 @@ import pytest
 
 import sgl_aspects
 from tests.support.builds import sources
+from tests.support.processes import output_of, python
 from tests.support.tree import PACKAGE, ROOT, modules
 
 
@@ -61,9 +62,7 @@ def test_the_changelog_begins_with_this_version_and_the_chart_has_it() -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel made from a source distribution, as the package index would get both."""
     out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(sources(out))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(python("-m", "build", "--no-isolation", "--outdir", out, sources(out)))
     return next(out.glob("*.whl"))
 
 

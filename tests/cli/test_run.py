@@ -83,11 +83,10 @@ def sgl_aspects_run(
 
 
 def test_children_of_every_start_method_carry_the_hooks(site: Path) -> None:
-    done = sgl_aspects_run(site, sys.executable, "program.py")
-    assert done.returncode == 0, done.stderr
-    values = [line.split() for line in done.stdout.splitlines()]
+    printed = output_of(sgl_aspects_run(site, sys.executable, "program.py"))
+    values = [line.split() for line in printed.splitlines()]
     assert len(values) == 1 + 3 * 3 + 1
-    assert all(value == "101" for _, value in values), done.stdout
+    assert all(value == "101" for _, value in values), printed
 
 
 def test_no_variable_that_an_engine_takes_for_its_own_reaches_the_program(site: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
-from tests.support.processes import finished
+from tests.support.processes import finished, output_of
 from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.slow
@@ -64,8 +64,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     made = Environment(tmp_path_factory.mktemp("environment"))
     install = ["-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
-    done = made.run(*install, *(str(packages / name) for name in ("acme", "bolt", "loopback")))
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(made.run(*install, *(str(packages / name) for name in ("acme", "bolt", "loopback"))))
     return made
 
 
@@ -93,9 +92,8 @@ def test_two_of_three_is_an_error_too_and_one_is_chosen(environment: Environment
     assert done.returncode == 2
     assert "'acme' of acme-platform 0.1.0, 'bolt' of bolt-platform 0.1.0. Set" in done.stderr
     imported(packages)
-    done = environment.run("-m", "sgl_aspects", "platforms", platform="acme")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"acme +acme-platform 0\.1\.0 +chosen +SGLANG_PLATFORM=acme", done.stdout)
+    printed = output_of(environment.run("-m", "sgl_aspects", "platforms", platform="acme"))
+    assert re.search(r"acme +acme-platform 0\.1\.0 +chosen +SGLANG_PLATFORM=acme", printed)
     assert imported(packages) == {"acme"}  # no other package's code ran
 
 
@@ -187,5 +185,4 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest
 
 def test_what_is_written_is_clean(packages: Path) -> None:
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "110"]
-    done = finished(*ruff, "--select", "E,F,W,B,UP", str(packages / "acme"))
-    assert done.returncode == 0, done.stdout
+    output_of(finished(*ruff, "--select", "E,F,W,B,UP", str(packages / "acme")))

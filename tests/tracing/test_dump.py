@@ -20,7 +20,7 @@ from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanType
 from tests.support import workers
 from tests.support.otlp_receiver import spans_of
-from tests.support.processes import command, wait_until
+from tests.support.processes import command, output_of, wait_until
 from tests.support.sessions import begin, read_file, run_scheduler
 
 pytestmark = pytest.mark.usefixtures("forked_collectors")
@@ -43,15 +43,14 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_dead_process_as_text(killed: Path) -> None:
-    done = command("dump", "--run", str(killed))
-    assert done.returncode == 0, done.stderr
-    names = [line.split(" ms  ")[1].split()[0] for line in done.stdout.splitlines()]
+    printed = output_of(command("dump", "--run", str(killed)))
+    names = [line.split(" ms  ")[1].split()[0] for line in printed.splitlines()]
     assert sorted(names) == ["decode", "decode", "queue", "queue", "scheduler.step", "scheduler.step"]
-    (unfinished,) = [line for line in done.stdout.splitlines() if "ERROR" in line]
+    (unfinished,) = [line for line in printed.splitlines() if "ERROR" in line]
     assert "unfinished=True" in unfinished
-    assert "size=2" in done.stdout
+    assert "size=2" in printed
     # Which request a phase is of, and which ones a step served, also without the process that received them.
-    said = [line.split(" ms  ")[1].split()[:2] for line in done.stdout.splitlines()]
+    said = [line.split(" ms  ")[1].split()[:2] for line in printed.splitlines()]
     assert [request for name, request in said if name == "queue"] == ["request=r1", "request=r2"]
     assert ["scheduler.step", "request=r1,r2"] in said
 
@@ -162,9 +161,8 @@ def test_a_damaged_ring_beside_a_good_one(killed: Path, tmp_path: Path) -> None:
         shutil.copy(path, tmp_path)
     (tmp_path / "1-00000000.ring").write_bytes(b"SGLARING" + os.urandom(5000))
     (tmp_path / "2-00000000.ring").touch()
-    done = command("dump", "--run", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 6
+    printed = output_of(command("dump", "--run", str(tmp_path)))
+    assert len(printed.splitlines()) == 6
 
 
 def test_a_named_pipe_among_the_rings_is_passed_over(tmp_path: Path) -> None:

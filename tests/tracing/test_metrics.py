@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -27,7 +25,7 @@ from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support.collectors import has_delivered, kill_collector_for_good, started_again
 from tests.support.otlp_receiver import Point, Receiver, grpc_receiver, http_receiver
-from tests.support.processes import free_port, wait_until
+from tests.support.processes import command, free_port, wait_until
 from tests.support.sessions import run_scheduler
 from tests.support.tiny_models import make_llama
 
@@ -218,8 +216,7 @@ def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
         number = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {number} on 127.0.0.1.*--prometheus"):
             attach(file=str(tmp_path / "traces.jsonl"), prometheus=number)
-        command = [sys.executable, "-m", "sgl_aspects", "run", "--prometheus", str(number), "--", "true"]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        ran = command("run", "--prometheus", str(number), "--", "true")
     assert ran.returncode != 0
     assert f"port {number}" in ran.stderr
     assert "Traceback" not in ran.stderr
@@ -375,8 +372,7 @@ def steps_in(folder: str) -> int:
 def test_a_port_that_is_none_is_an_error(port: int) -> None:
     with pytest.raises(ConfigError, match="from 1 to 65535"):
         attach(exporters=["console"], prometheus=port)
-    command = [sys.executable, "-m", "sgl_aspects", "run", "--prometheus", str(port), "--", "true"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ran = command("run", "--prometheus", str(port), "--", "true")
     assert ran.returncode != 0
     assert "from 1 to 65535" in ran.stderr
 

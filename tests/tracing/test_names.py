@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from sgl_aspects.tracing import attach, session
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.options import TraceOptions
 from tests.support.otlp_receiver import Receiver
+from tests.support.processes import command, output_of
 from tests.support.tree import ROOT
 
 PAGE = ROOT / "docs" / "names" / "README.md"
@@ -71,11 +71,8 @@ def test_the_older_name_of_the_provider_is_kept_until_the_newest_are_asked_for(
 def test_a_value_that_nobody_knows_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OPT_IN, "http/dup,gen_ai_newest")
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
-    words = ["run", "--file", str(tmp_path / "spans.jsonl"), "--", sys.executable, "-c", program]
-    command = [sys.executable, "-m", "sgl_aspects", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert (
-        done.stderr.count(f"{OPT_IN}: unknown gen_ai_newest; tracing reads gen_ai_latest_experimental") == 1
-    )
+    done = command("run", "--file", tmp_path / "spans.jsonl", "--", sys.executable, "-c", program)
+    output_of(done)
+    told = f"{OPT_IN}: unknown gen_ai_newest; tracing reads gen_ai_latest_experimental"
+    assert done.stderr.count(told) == 1
     assert "http/dup" not in done.stderr

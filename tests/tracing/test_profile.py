@@ -28,7 +28,7 @@ from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import attach, schema
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from tests.support.other_user import NOBODY
-from tests.support.processes import command
+from tests.support.processes import command, output_of
 from tests.support.tiny_models import make_llama
 
 SAMPLING = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -86,13 +86,12 @@ def kernels_by_pass(spans: list[Span]) -> dict[str, list[Span]]:
 
 
 def test_the_kernels_of_a_live_engine_are_below_its_forward_passes(served: Served, tmp_path: Path) -> None:
-    done = served.profile(3)
-    assert done.returncode == 0, done.stderr
+    printed = output_of(served.profile(3))
     assert re.search(
-        r"process \d+: \d+ kernels in 3 forward passes; the engine paused [\d.]+ .?s before", done.stdout
+        r"process \d+: \d+ kernels in 3 forward passes; the engine paused [\d.]+ .?s before", printed
     )
-    assert "aten::" in done.stdout
-    assert "idle, host late" in done.stdout
+    assert "aten::" in printed
+    assert "idle, host late" in printed
     run = load_run(served.folder)
     passes = {span.span_id: span for span in run.spans if span.name == schema.FORWARD.name}
     found = kernels_by_pass(run.spans)

@@ -14,6 +14,7 @@ import pytest
 
 from sgl_aspects.tracing import attach
 from tests.support.otlp_receiver import spans_of
+from tests.support.processes import output_of, python
 from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama
 from tests.support.torch_programs import run_with_torch
@@ -136,12 +137,9 @@ print([(span.name, dict(span.attributes)) for span in memory.get_finished_spans(
 
 def test_the_application_s_sampler_sees_a_requests_parameters() -> None:
     """It drops, a provider comes late, another is shut down early: none of that is an error."""
-    command = [sys.executable, "-W", "error", "-c", SAMPLED]
-    environment = {**os.environ, "SGL_ASPECTS_RECORDER": "sdk"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stderr
+    ran = python("-W", "error", "-c", SAMPLED, SGL_ASPECTS_RECORDER="sdk")
     assert "Traceback" not in ran.stderr
-    assert ran.stdout.strip() == str(
+    assert output_of(ran).strip() == str(
         [("tokenize", {}), ("chat", {"sampled.by": "model", "gen_ai.request.model": "large"})]
     )
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import HookRegistry, HookType, State
 from sgl_aspects.weaving import Pieces, in_pieces
+from tests.support.processes import output_of, python
 from tests.support.threads import in_threads
 from tests.support.woven_modules import advice, around, fixture_of, hooked, module_of
 
@@ -26,9 +26,7 @@ engine = fixture_of("def f(x=0): return ('f', x)\nclass A:\n    def m(self): ret
 
 def output_beside_an_engine(folder: Path, *program: str) -> str:
     (folder / "engine.py").write_text("def f(): return 'f'\n")
-    done = subprocess.run([sys.executable, "-c", *program], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(python("-c", *program, cwd=folder))
 
 
 FREEZING = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import subprocess
 import sys
 import threading
 import types
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 import sgl_aspects as aspects
+from tests.support.processes import output_of, python
 from tests.support.woven_modules import advice, module_of
 
 torch = pytest.importorskip("torch")
@@ -265,8 +265,7 @@ assert Watch.calls == 0
 module.f(1)
 assert Watch.calls == 1
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    output_of(python("-c", program))
 
 
 def test_what_the_compiler_imports_is_woven_while_the_compiler_itself_is_being_loaded() -> None:
@@ -285,7 +284,7 @@ assert compiled(torch.ones(1)).tolist() == [2.0]
 import statistics
 statistics.mean([1, 2])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = python("-c", program)
     assert (done.returncode, done.stdout) == (0, "mean\n"), done.stderr
     assert "Traceback" not in done.stderr
 

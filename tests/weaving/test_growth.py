@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookType
+from tests.support.processes import output_of, python
 from tests.support.threads import in_threads
 from tests.support.woven_modules import advice, module_of
 
@@ -45,9 +45,7 @@ def test_eight_threads_weave_a_thousand_times_each_and_leave_nothing_behind() ->
     `make soak` weaves ten thousand times each.
     """
     program = "import tests.weaving.test_growth as test; test.soak(1_000)"
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    output_of(python("-c", program, cwd=Path(__file__).resolve().parents[2]))
 
 
 def soak(each: int = 10_000) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import sgl_aspects as aspects
 from sgl_aspects import HookType
 from sgl_aspects.errors import HookError, TargetError
+from tests.support.processes import python
 from tests.support.woven_modules import around, hand_on, module_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +48,7 @@ a.weave(a.around("json.tool")(lambda original_fn, *args: None))
 import json.tool
 print(a.report())
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", program, cwd=ROOT)
     assert "(json.tool is a module: write 'json.tool:name')" in done.stdout
     assert "is not woven: json.tool is a module: write 'json.tool:name'" in done.stderr
 
@@ -121,7 +120,7 @@ def test_a_module_that_may_exist_is_not_complained_of(target: str) -> None:
 )
 def test_a_program_says_at_its_end_which_hooks_could_never_work(target: str, words: str) -> None:
     program = f"import sgl_aspects as a, json; a.weave(a.around({target!r})(lambda original_fn, *args: None))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", program, cwd=ROOT)
     assert done.returncode == 0
     assert words in done.stderr
     assert bool(done.stderr) is bool(words)
@@ -133,7 +132,7 @@ import sgl_aspects as a
 advice = a.Advice(a.Target.parse("jsn:dumps"), a.HookType.AROUND, print, source=a.HookSource("p", "package"))
 a.weave(advice)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", program, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import python
+from tests.support.processes import output_of, python
 
 pytest.importorskip("sglang")
 
@@ -30,9 +30,8 @@ def run_python(*words: str, **settings: str) -> subprocess.CompletedProcess[str]
 
 
 def answer_of(*words: str, **settings: str) -> Any:
-    done = run_python(*words, **settings)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = output_of(run_python(*words, **settings))
+    return json.loads(printed.splitlines()[-1])
 
 
 @lru_cache(maxsize=3)

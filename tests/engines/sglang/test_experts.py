@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.processes import output_of, python
 
 pytest.importorskip("sglang")
 
@@ -56,11 +55,9 @@ print(json.dumps({
 
 
 def test_the_method_of_the_triton_kernels_is_dispatched() -> None:
-    environment = {**os.environ, "ASPECTS_OP_ATTACH": "1", "SGLANG_PLATFORM": "sgl_aspects_cpu"}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    variables = {"ASPECTS_OP_ATTACH": "1", "SGLANG_PLATFORM": "sgl_aspects_cpu"}
+    printed = output_of(python("-W", "ignore", "-c", PROGRAM, variables=variables))
+    found = json.loads(printed.splitlines()[-1])
     assert found == {
         "type": "StandardCombineInput",
         "equal": True,

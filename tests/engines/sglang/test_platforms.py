@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import python
+from tests.support.processes import output_of, python
 
 pytest.importorskip("sglang")
 
@@ -92,11 +92,9 @@ print(get_device(), current_platform.get_graph_runner_cls().__name__)
 
 
 def test_a_bridge_to_cuda_names_the_device_and_sglangs_own_runner(tmp_path: Path) -> None:
-    environment = {**os.environ, "SGLANG_PLATFORM": "oot_cuda", **vendor_package(tmp_path)}
-    command = [sys.executable, "-W", "ignore", "-c", DEVICE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["cuda", "DecodeCudaGraphRunner"]
+    variables = {"SGLANG_PLATFORM": "oot_cuda", **vendor_package(tmp_path)}
+    printed = output_of(python("-W", "ignore", "-c", DEVICE, variables=variables))
+    assert printed.split() == ["cuda", "DecodeCudaGraphRunner"]
 
 
 SETTINGS = """
