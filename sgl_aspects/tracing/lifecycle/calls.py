@@ -307,11 +307,14 @@ class CallTracker:
         parts[2], parts[3], parts[4] = now, parts[3] + now - start_ns, parts[4] + 1
 
     def detokenized_here(self, rid: str, start_ns: int, end_ns: int, busy_ns: int, *, is_last: bool) -> None:
-        """Record a detokenize call for a request that another function or process received."""
+        """Record a detokenize call that several requests share, received here or by another process."""
         parts = self.detokenizing.get(rid)
         if parts is None:
-            parts = self.detokenizing[rid] = [self._recorder.new_id(), start_ns, end_ns, 0, 0]
-            self._recorder.write(RequestSeen(parts[0], str(rid), start_ns))
+            call = self.live.get(rid)
+            key = self._recorder.new_id() if call is None else call.span_id
+            parts = self.detokenizing[rid] = [key, start_ns, end_ns, 0, 0]
+            if call is None:
+                self._recorder.write(RequestSeen(key, str(rid), start_ns))
         parts[2], parts[3], parts[4] = end_ns, parts[3] + busy_ns, parts[4] + 1
         if is_last:
             del self.detokenizing[rid]

@@ -177,7 +177,8 @@ def _advices(
 
 def _observations(trackers: Trackers) -> Iterator[Observation]:
     engine = trackers.engine
-    callers = (CallingObserver,) if _is_called(engine) else (ServingObserver, DetokenizerObserver)
+    # Where one function does both, a request's last output is detokenized before it ends.
+    callers = (CallingObserver,) if _is_called(engine) else (DetokenizerObserver, ServingObserver)
     for make in (*callers, *_OBSERVERS):
         yield from make(trackers).observations()
     if engine.observers is not None:

@@ -223,13 +223,19 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("work", ["whole()", "asyncio.run(streams())", "vectors()"])
-def test_an_engine_without_a_server_has_requests(model: Path, tmp_path: Path, work: str) -> None:
+@pytest.mark.parametrize(
+    ("work", "processes"),
+    [("whole()", "1"), ("whole()", "0"), ("asyncio.run(streams())", "1"), ("vectors()", "1")],
+)
+def test_an_engine_without_a_server_has_requests(
+    model: Path, tmp_path: Path, work: str, processes: str
+) -> None:
     script = tmp_path / "offline.py"
     script.write_text(OFFLINE.replace("WORK", work))
     with engine_receiver() as receiver:
         command = [*run_prefix(receiver, level=2), sys.executable, str(script), str(model)]
         settings = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = processes
         output_of(finished(*command, seconds=400, variables=settings))
         receiver.wait_for(lambda spans: any(span.name == "scheduler.step" for span in spans))
     roots = [span for span in receiver.spans if not span.parent_id and span.name.endswith(" mini")]
