@@ -316,6 +316,35 @@ def profiler_is_running() -> bool:
     return bool(sys.modules["torch"]._C._autograd._profiler_enabled())
 
 
+def name_module_calls(name_of: Callable[[Any], str]) -> Callable[[], None]:
+    """Make each call of a PyTorch module a range of the profiler that runs in its thread, if one does.
+
+    Returns a function that undoes it. Global module hooks would do harm here: torch.compile warns of them,
+    and compiles again what was compiled without them. So would weaving it, which replaces the bound methods
+    that compiled modules hold.
+    """
+    torch: Any = sys.modules["torch"]
+    module_class, is_compiling = torch.nn.Module, torch.compiler.is_compiling
+    original, open_range = module_class.__call__, torch._C._profiler._RecordFunctionFast
+    is_over = False
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or is_over:  # the compiler reads this function, too
+            return original(self, *args, **kwargs)
+        with open_range(name_of(self)):
+            return original(self, *args, **kwargs)
+
+    def undo() -> None:
+        nonlocal is_over
+        is_over = True
+        if module_class.__call__ is call:  # otherwise somebody else's function calls it
+            module_class.__call__ = original
+
+    module_class.__call__ = call
+    return undo
+
+
 def profiler_events(profile: Any) -> list[ProfilerEvent]:
     """Return the events of a ``torch.profiler.profile`` that was stopped.
 

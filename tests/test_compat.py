@@ -230,3 +230,26 @@ def test_the_events_of_a_profiler_have_their_kind_and_time() -> None:
     assert found["a range"].kind == ""
     assert begin - 10**6 <= found["aten::add"].start_ns <= end
     assert found["aten::add"].operator_id != found["aten::ones"].operator_id
+
+
+def test_each_call_of_a_module_is_a_range_until_that_is_undone() -> None:
+    import torch
+    from torch.profiler import profile
+
+    original = torch.nn.Module.__call__
+    inner = torch.nn.Linear(2, 2)
+    undo = compat.name_module_calls(lambda module: "inner" if module is inner else "outer")
+    try:
+        with profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            torch.nn.Sequential(inner)(torch.ones(1, 2))
+    finally:
+        undo()
+    assert torch.nn.Module.__call__ is original
+    found = {event.name: event for event in compat.profiler_events(profiled)}
+    names = ["outer", "inner", "aten::linear"]
+    begins = [found[name].start_ns for name in names]
+    ends = [found[name].start_ns + found[name].duration_ns for name in names]
+    assert begins == sorted(begins)
+    assert ends == sorted(ends, reverse=True)
+    assert [found[name].kind for name in names] == ["operator"] * 3
+    assert len({found[name].operator_id for name in names}) == 3

@@ -262,6 +262,7 @@ class ModelRunner:
     """The object that runs forward passes."""
 
     platform: Any  # the device's: its events measure time
+    model: Any  # PyTorch's module: what it calls its modules is their names in a profile
 
 
 #: Each kind of object, and the attributes that observers read of it.

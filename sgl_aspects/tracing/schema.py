@@ -104,13 +104,15 @@ KV_TOKENS = "sgl_aspects.kv.tokens"
 KV_HIT_TOKENS = "sgl_aspects.kv.hit_tokens"
 KV_BYTES = "sgl_aspects.kv.bytes"
 #: Of a kernel of a profile: its name, its stream; seconds for which the device was idle before it, since the
-#: host launched it late, it waited for a copy, or its launch took so long; how many kernels one span sums up.
+#: host launched it late, it waited for a copy, or its launch took so long; how many kernels one span sums up;
+#: the module of the model that launched it, as `model.layers.3.mlp`, or "replayed graph".
 KERNEL_NAME = "sgl_aspects.kernel.name"
 KERNEL_STREAM = "sgl_aspects.kernel.stream"
 IDLE_HOST = "sgl_aspects.kernel.idle.host_late"
 IDLE_TRANSFER = "sgl_aspects.kernel.idle.transfer"
 IDLE_LAUNCH = "sgl_aspects.kernel.idle.launch"
 KERNEL_COUNT = "sgl_aspects.kernel.count"
+KERNEL_LAYER = "sgl_aspects.kernel.layer"
 #: Of speculative decoding: tokens that were drafted for a request, and how many of them it got. Metrics, too.
 DRAFTED_TOKENS = "sgl_aspects.speculation.drafted_tokens"
 ACCEPTED_TOKENS = "sgl_aspects.speculation.accepted_tokens"
@@ -251,6 +253,7 @@ KERNEL = SpanType(
         IDLE_LAUNCH: float,
         GRAPH: str,
         KERNEL_COUNT: int,
+        KERNEL_LAYER: str,
     },
 )
 SAMPLE = SpanType("sample")

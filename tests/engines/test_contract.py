@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import observers
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.options import DEFAULTS
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.schema import DETAILS
 from tests.support.memory_recorder import Memory
 
@@ -37,19 +39,20 @@ class Watched(Engine):
         return super().reader(name)
 
 
-def test_observers_read_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observers_read_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     read: set[str] = set()
     monkeypatch.setattr(Watched, "read", read, raising=False)
     attributes: dict[str, str | AttributeReader] = dict.fromkeys(ALL_ATTRIBUTES, "name")
     fewer = {n: role for n, role in ALL_ROLES.items() if n not in ("finish_request", "graph_launch")}
     engines = [Watched("hare", "hare", ALL_ROLES, attributes), Watched("tame", "tame", fewer, attributes)]
     monkeypatch.setattr(observers, "find_engines", lambda: engines)
-    recorder = Memory()
-    recorder.level = 4
+    recorder = RingRecorder(str(tmp_path), level=4)
+    recorder.open()
     undo = observers.weave_observers(recorder)
     woven = {hook.target for hook in aspects.report().hooks}
     for step in reversed(undo):
         step()
+    recorder.close()
     assert {target for role in ALL_ROLES.values() for target in role.targets} - woven == set()
     arguments = {f"{role}({argument})" for role, names in ROLES.items() for argument in names}
     assert (arguments | ALL_ATTRIBUTES) - read == set()

@@ -13,7 +13,8 @@ from sgl_aspects.cli import kernel_profile
 from sgl_aspects.compat import ProfilerEvent
 from sgl_aspects.runtime import ServerArgs
 from sgl_aspects.tracing import attach
-from sgl_aspects.tracing.observers.kernels import kernels_of, summary_of
+from sgl_aspects.tracing.observers.kernels import Kernel, kernels_of, summary_of
+from sgl_aspects.tracing.observers.layers import RANGE
 from tests.support.schedulers import run_in_process
 from tests.support.tiny_models import make_llama
 
@@ -70,6 +71,48 @@ def test_a_kernel_belongs_to_the_pass_that_launched_it() -> None:
     assert [each.graph for each in (*first, *second)] == ["replayed"] * 3 + [None] * 2
     # The replay of the first pass ran until 49.
     assert [each.idle_host_ns + each.idle_launch_ns for each in second] == [6, 10]
+
+
+def test_a_kernel_has_the_module_that_was_called_when_it_was_launched() -> None:
+    def named(name: str, operator: int, start: int, duration: int, thread: int = 1) -> ProfilerEvent:
+        return ProfilerEvent("operator", name, start, duration, 0, operator, 0, thread)
+
+    events = [
+        named(f"{RANGE}mlp", 1, 0, 50),
+        named("aten::relu", 2, 5, 5),
+        named(f"{RANGE}mlp.down", 3, 10, 20),
+        named("aten::mm", 4, 12, 5),
+        named("aten::add", 5, 35, 5),
+        named("aten::sum", 6, 36, 2, thread=2),
+        named("aten::mean", 7, 60, 5),
+        *(launch(number, 12 + number) for number in range(1, 8)),
+        *(device(f"k{number}", 100 + 10 * number, 5, number, operator=number) for number in range(1, 8)),
+        launch(8, 55, "cudaGraphLaunch"),
+        device("replayed", 200, 5, 8, operator=5),
+        device("nobody's", 300, 5, 99),
+    ]
+    (found,) = kernels_of(events, [(0, 400)], most=20, name_of=lambda inner, outermost: inner + outermost)
+    mlp, down = f"{RANGE}mlp{RANGE}mlp", f"{RANGE}mlp.down{RANGE}mlp"
+    assert [(each.operator, each.layer) for each in found] == [
+        ("k1", mlp),  # by no operator, as Triton's kernels are launched
+        ("aten::relu", mlp),
+        ("k3", down),
+        ("aten::mm", down),
+        ("aten::add", mlp),
+        ("aten::sum", ""),  # in another thread, which called no module
+        ("aten::mean", ""),
+        ("replayed", "replayed graph"),
+        ("nobody's", ""),
+    ]
+
+
+def test_layers_are_summed_up_over_their_numbers() -> None:
+    layers = ["layers.0.mlp", "layers.11.mlp", "layers.0", "h2.norm", "experts.3.1.up", ""]
+    kernels = [Kernel("k", "mm", 0, 10**9, 0, layer=layer) for layer in layers]
+    expected = {"layers.*.mlp": 2.0, "layers.*": 1.0, "h2.norm": 1.0, "experts.*.*.up": 1.0, "no module": 1.0}
+    assert summary_of(kernels)["layers"] == expected
+    assert summary_of(kernels[-1:])["layers"] == {}
+    assert summary_of(kernels, longest=2)["layers"] == {"layers.*.mlp": 2.0, "layers.*": 1.0, "others": 3.0}
 
 
 def test_many_kernels_are_summed_up_and_counted() -> None:

@@ -92,6 +92,7 @@ def test_the_kernels_of_a_live_engine_are_below_its_forward_passes(served: Serve
     )
     assert "aten::" in printed
     assert "idle, host late" in printed
+    assert "in model.layers.*." in printed
     run = load_run(served.folder)
     passes = {span.span_id: span for span in run.spans if span.name == schema.FORWARD.name}
     found = kernels_by_pass(run.spans)
@@ -107,11 +108,15 @@ def test_the_kernels_of_a_live_engine_are_below_its_forward_passes(served: Serve
         assert busy_ns + idle_ns == pytest.approx(device_ns, rel=0.02)
         assert forward.start_ns <= kernels[0].start_ns + 50_000
         assert kernels[-1].end_ns <= forward.end_ns + 50_000
+        in_layers = {str(kernel.attributes.get(schema.KERNEL_LAYER)) for kernel in kernels}
+        assert {f"model.layers.{number}.mlp.down_proj" for number in range(2)} < in_layers
+        assert {"model.embed_tokens", "lm_head"} < in_layers
     for name, words in (("page.html", ()), ("timeline.json", ("--format", "perfetto"))):
         assert main(["report", served.folder, *words, "-o", str(tmp_path / name)]) == 0
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     on_timeline = [event for event in events if event.get("cat") == "kernel"]
     assert len(on_timeline) == sum(map(len, found.values()))
+    assert "lm_head" in {event["args"].get(schema.KERNEL_LAYER) for event in on_timeline}
     (track,) = {event["tid"] for event in on_timeline}
     assert track not in {event["tid"] for event in events if event.get("cat") == "device"}
 

@@ -16,6 +16,7 @@ import pytest
 
 from sgl_aspects.analysis.sources import Run, load_run
 from sgl_aspects.analysis.spans import Span
+from sgl_aspects.tracing.schema import IDLE_HOST, KERNEL_LAYER, OPERATOR_NAME
 from sgl_aspects.view.page import page_of
 from tests.support.simulated_run import HOSTILE, SimulatedRun
 
@@ -309,6 +310,43 @@ def test_a_request_that_was_refused_is_no_model_and_no_failure(browser: Browser,
     looker.page.wait_for_selector("dl.causes")
     assert "in the front end" in looker.page.inner_text("dl.causes")
     looker.context.close()
+
+
+def test_kernels_of_a_profiled_step_by_operator_and_by_layer(browser: Browser, tmp_path: Path) -> None:
+    layers = ["model.layers.0.mlp", "model.layers.1.mlp", "lm_head", None, "replayed graph"]
+    spans = [
+        Span("scheduler.step", "t", "1", "", False, 0, 10**7, {}, ()),
+        Span("forward", "t", "2", "1", False, 0, 10**7, {}, ()),
+    ]
+    for number, layer in enumerate(layers):
+        attributes = {KERNEL_LAYER: layer, OPERATOR_NAME: "mm", IDLE_HOST: 0.001}
+        start = 2 * number * 10**6
+        found = {name: value for name, value in attributes.items() if value}
+        spans.append(Span("kernel", "t", f"k{number}", "2", False, start, start + 10**6, found, ()))
+    file = tmp_path / "report.html"
+    file.write_text(page_of(Run("run", spans)), encoding="utf-8")
+    looker = Looker(browser, file, bypass_csp=True)
+    looker.page.locator(".steps .list-rows [role=row]").first.click()
+    looker.wait_for_heading("Step ")
+
+    def rows(what: str) -> list[list[str]]:
+        found = looker.page.locator(f'[aria-label="Kernels by {what}"] tr').all()
+        return [row.locator("td").all_inner_texts() for row in found[1:]]
+
+    assert rows("operator") == [
+        ["mm", "5", "5.00 ms", "50 %"],
+        ["idle: the host was late", "", "5.00 ms", "50 %"],
+    ]
+    assert rows("layer") == [
+        ["model.layers.*.mlp", "2", "2.00 ms", "20 %"],
+        *([name, "1", "1.00 ms", "10 %"] for name in ("lm_head", "no module", "replayed graph")),
+    ]
+    looker.page.locator(".kernels summary").click()
+    opened = rows("layer")[0][0]
+    assert all(f"model.layers.{number}.mlp: 1.00 ms" in opened for number in range(2))
+    looker.check("kernels")
+    looker.check_with_axe()
+    assert looker.complaints == []
 
 
 def test_nothing_was_recorded(browser: Browser, tmp_path: Path) -> None:

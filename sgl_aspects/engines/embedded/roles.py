@@ -132,5 +132,6 @@ EMBEDDED = Engine(
         "scheduler.kv_usage": _kv_usage,
         "scheduler.is_follower": lambda scheduler: scheduler.ranks.rank > 0,
         "model_runner.platform": "platform",
+        "model_runner.model": "model",
     },
 )

@@ -146,5 +146,6 @@ SGLANG_DIFFUSION = Engine(
         "batch.reqs": "requests",
         "batch.step_id": "number",
         "model_runner.platform": lambda stage: platform_of(str(stage.device)),
+        "model_runner.model": "transformer",
     },
 )

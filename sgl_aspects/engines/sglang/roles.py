@@ -384,5 +384,6 @@ SGLANG = Engine(
         "scheduler.is_follower": _is_follower,
         "scheduler.front_end": processes.front_end,
         "model_runner.platform": lambda runner: _platform_of(runner.device),
+        "model_runner.model": "model",
     },
 )

@@ -129,6 +129,7 @@ TRANSFORMERS = Engine(
         "scheduler.running": lambda scheduler: len(scheduler.active_requests),
         "scheduler.kv_usage": lambda scheduler: 1.0 - scheduler.cache.compute_free_capacity(),
         "model_runner.platform": lambda model: platform_of(str(model.device)),
+        "model_runner.model": "",
     },
     outcomes={"_GenerationCancelled": Outcome.ABORTED},
     own_roles=ROLES,

@@ -358,6 +358,7 @@ VLLM = Engine(
         "scheduler.kv_usage": "kv_cache_manager.usage",
         "scheduler.front_end": processes.front_end,
         "model_runner.platform": lambda runner: platform_of(str(runner.device)),
+        "model_runner.model": lambda runner: runner.get_model(),
     },
     own_roles={**disaggregation.ROLES, **processes.OWN_ROLES},
     observers=lambda trackers: [*batch.scheduled.observations(trackers), *processes.observers()],

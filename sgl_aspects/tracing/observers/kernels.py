@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sgl_aspects.compat import ProfilerEvent
+from sgl_aspects.tracing.observers.layers import RANGE
 
 _LONGEST_NAME = 64
 _COPIES = "Memcpy"
+_REPLAYED, _OUTSIDE = "replayed graph", "no module"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
 class Kernel:
     """A kernel, in nanoseconds; the idle times before it, when the device ran none, by reason.
 
-    ``graph``: "replayed" for one of a graph. ``count`` above 1: the sum of several.
+    ``graph``: "replayed" for one of a graph. ``count`` above 1: the sum of several. ``layer``: the innermost
+    module that was called when it was launched; "replayed graph" where no Python ran then, "" for none.
     """
 
     name: str
@@ -30,6 +35,7 @@ class Kernel:
     idle_launch_ns: int = 0
     graph: str | None = None
     count: int = 1
+    layer: str = ""
 
 
 class _Work(NamedTuple):
@@ -38,11 +44,17 @@ class _Work(NamedTuple):
     event: ProfilerEvent
     launched_ns: int
     operator: str
+    layer: str
     graph: str | None = None
 
 
 def kernels_of(
-    events: Iterable[ProfilerEvent], passes: Sequence[tuple[int, int]], most: int, *, is_host: bool = False
+    events: Iterable[ProfilerEvent],
+    passes: Sequence[tuple[int, int]],
+    most: int,
+    *,
+    is_host: bool = False,
+    name_of: Callable[[str, str], str] = lambda inner, outermost: inner,
 ) -> list[list[Kernel]]:
     """Return the kernels of each forward pass, by start, at most ``most`` of each.
 
@@ -50,14 +62,16 @@ def kernels_of(
     launched it (one replay of a graph launches many), otherwise to the one during which it ran. The idle time
     before it counts from the end of any kernel, or from the begin of its pass: the times of a pass add up to
     what lies between its begin and its last kernel's end. ``is_host``: the host is the device, and its
-    operators are the kernels.
+    operators are the kernels. ``name_of``: see ``ModuleRanges.names``.
     """
     begins = [begin for begin, _ in passes]
     found: list[list[Kernel]] = [[] for _ in passes]
     reached = 0  # the end of the latest kernel, of any pass or none
     copies: list[tuple[int, int]] = []  # begin and end of those since then
     ordered = sorted(events, key=lambda event: (event.start_ns, -event.duration_ns))
-    for event, launched_ns, operator, graph in _outermost(ordered) if is_host else _work_of(ordered):
+    layers = _layers_of(ordered, name_of)
+    for work in _outermost(ordered, layers) if is_host else _work_of(ordered, layers):
+        event, launched_ns, operator, layer, graph = work
         start, end = event.start_ns, event.start_ns + event.duration_ns
         if event.name.startswith(_COPIES):
             copies.append((start, end))
@@ -69,14 +83,39 @@ def kernels_of(
             transfer = min(idle, sum(max(0, till - max(begin, since)) for begin, till in copies))
             host = min(max(0, launched_ns - since), idle - transfer)
             times = host, transfer, idle - transfer - host
-            name = _short(event.name)
-            found[at].append(Kernel(name, operator, start, event.duration_ns, event.stream, *times, graph))
+            values = _short(event.name), operator, start, event.duration_ns, event.stream, *times
+            kernel = Kernel(*values, graph=graph, layer=layer)
+            found[at].append(kernel)
         reached, copies = max(reached, end), []
     return [_bounded(kernels, most) for kernels in found]
 
 
-def _work_of(events: Sequence[ProfilerEvent]) -> Iterator[_Work]:
-    operators = {event.operator_id: event.name for event in events if event.kind == "operator"}
+def _layers_of(events: Iterable[ProfilerEvent], name_of: Callable[[str, str], str]) -> dict[int, str]:
+    """Return the layer by the id of each operator, or range, that ran in a module's call."""
+    found: dict[int, str] = {}
+    calls: dict[int, list[tuple[int, str, str]]] = {}  # by thread, outermost first: end, range, layer
+    for event in events:
+        if event.kind != "operator":
+            continue
+        within = calls.setdefault(event.thread, [])
+        while within and within[-1][0] <= event.start_ns:
+            within.pop()
+        if event.name.startswith(RANGE):
+            _, outermost, _ = within[0] if within else (0, event.name, "")
+            layer = name_of(event.name, outermost) or within[-1][2]
+            within.append((event.start_ns + event.duration_ns, event.name, layer))
+        if within:
+            found[event.operator_id] = within[-1][2]
+    found.pop(0, None)
+    return found
+
+
+def _work_of(events: Sequence[ProfilerEvent], layers: Mapping[int, str]) -> Iterator[_Work]:
+    operators = {
+        event.operator_id: event.name
+        for event in events
+        if event.kind == "operator" and not event.name.startswith(RANGE)
+    }
     operators.pop(0, None)  # of work that no operator launched
     launches = {event.launch_id: event for event in events if event.kind == "launch"}
     for event in (event for event in events if event.kind == "device"):
@@ -84,17 +123,18 @@ def _work_of(events: Sequence[ProfilerEvent]) -> Iterator[_Work]:
         graph = "replayed" if launch is not None and "Graph" in launch.name else None
         # A replayed graph has one launch for all of its kernels: its operator tells nothing of them.
         operator = "" if graph else operators.get(event.operator_id, "")
+        layer = _REPLAYED if graph else layers.get(event.operator_id, "")
         launched_ns = event.start_ns if launch is None else launch.start_ns
-        yield _Work(event, launched_ns, operator or _short(event.name), graph)
+        yield _Work(event, launched_ns, operator or _short(event.name), layer, graph)
 
 
-def _outermost(events: Iterable[ProfilerEvent]) -> Iterator[_Work]:
+def _outermost(events: Iterable[ProfilerEvent], layers: Mapping[int, str]) -> Iterator[_Work]:
     """Yield the operators that no other one called; names without a namespace are ranges around them."""
     ends: dict[int, int] = {}  # by thread
     for event in events:
         if event.kind == "operator" and "::" in event.name and event.start_ns >= ends.get(event.thread, 0):
             ends[event.thread] = event.start_ns + event.duration_ns
-            yield _Work(event, event.start_ns, event.name)
+            yield _Work(event, event.start_ns, event.name, layers.get(event.operator_id, ""))
 
 
 def _short(name: str) -> str:
@@ -112,6 +152,7 @@ def _bounded(found: list[Kernel], most: int) -> list[Kernel]:
         min(rest, key=lambda kernel: kernel.start_ns),
         name="others",
         operator="others",
+        layer="others",
         stream=-1,
         count=len(rest),
         duration_ns=sum(kernel.duration_ns for kernel in rest),
@@ -123,20 +164,33 @@ def _bounded(found: list[Kernel], most: int) -> list[Kernel]:
 
 
 def summary_of(kernels: Iterable[Kernel], longest: int = 8) -> Mapping[str, Any]:
-    """Return the time by operator, longest first, and the idle time by reason, in seconds."""
+    """Return the time by operator and by layer, longest first, and the idle time by reason, in seconds.
+
+    Layers are summed up over their numbers, as ``layers.*.mlp``.
+    """
     operators: dict[str, int] = {}
+    layers: dict[str, int] = {}
     idle = {"host late": 0, "transfer": 0, "launch": 0}
     count = 0
     for kernel in kernels:
-        operators[kernel.operator] = operators.get(kernel.operator, 0) + kernel.duration_ns
+        layer = _NUMBER.sub("*", kernel.layer) or _OUTSIDE
+        for times, name in ((operators, kernel.operator), (layers, layer)):
+            times[name] = times.get(name, 0) + kernel.duration_ns
         for reason, ns in zip(idle, (kernel.idle_host_ns, kernel.idle_transfer_ns, kernel.idle_launch_ns)):
             idle[reason] += ns
         count += kernel.count
-    ranked = sorted(operators.items(), key=lambda each: -each[1])
-    first = {name: ns / 1e9 for name, ns in ranked[:longest]}
-    rest = sum(ns for _, ns in ranked[longest:])
     return {
         "kernels": count,
-        "operators": {**first, "others": rest / 1e9} if rest else first,
+        "operators": _longest(operators, longest),
+        "layers": _longest(layers, longest) if layers.keys() - {_OUTSIDE} else {},
         "idle": {reason: ns / 1e9 for reason, ns in idle.items()},
     }
+
+
+def _longest(times: Mapping[str, int], most: int) -> dict[str, float]:
+    """Return the first names in seconds, and the sum of the rest as "others"."""
+    ranked = sorted(times.items(), key=lambda each: -each[1])
+    found = {name: ns / 1e9 for name, ns in ranked[:most]}
+    if rest := sum(ns for _, ns in ranked[most:]):
+        found["others"] = found.get("others", 0.0) + rest / 1e9
+    return found

@@ -19,6 +19,7 @@ from sgl_aspects.run import clock
 from sgl_aspects.run.requests import Taken, take_requests
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.kernels import Kernel, kernels_of, summary_of
+from sgl_aspects.tracing.observers.layers import ModuleRanges
 from sgl_aspects.tracing.observers.worker import WorkerPasses
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
@@ -51,6 +52,8 @@ class ProfileObserver:
         self._tracker, self._ring, self._worker, self._weave = trackers.steps, ring, worker, weave
         self._runner = engine.call_reader("forward", "model_runner")
         self._platform_of = engine.reader("model_runner.platform")
+        self._model_of = engine.reader("model_runner.model")
+        self._modules, self._models = ModuleRanges(), dict[int, Any]()
         self._write = ring.spans(KERNEL)
         self._request: Taken | None = None
         self._unweave: Callable[[], None] | None = None
@@ -71,6 +74,7 @@ class ProfileObserver:
             self._end(_DETACHED)
         else:  # its thread alone can stop the profiler: with its next pass
             self._is_removed = True
+            self._modules.stop()
 
     def _asked(self) -> None:
         begin = time.perf_counter()
@@ -95,14 +99,17 @@ class ProfileObserver:
         is_step = not self._tracker.has_passes if step is None else bool(step.id)
         if self._is_inside or self._request is None or self._tracker.level < 3 or not is_step:
             return 0
+        runner = self._runner(args, kwargs)
         if self._profile is None:
             try:
-                problem = _obstacle() or self._begin(self._platform_of(self._runner(args, kwargs)))
+                problem = _obstacle() or self._begin(self._platform_of(runner))
             except Exception as error:  # noqa: BLE001 - the engine goes on, and the command says why
                 problem = f"{type(error).__name__}: {error}"
             if problem:
                 self._end(problem)
                 return 0
+        model = self._model_of(runner)
+        self._models[id(model)] = model
         self._is_inside = True
         return time.time_ns()
 
@@ -118,6 +125,7 @@ class ProfileObserver:
         # With acc_events it would make a Python object of each event: a pause 60 times as long.
         running = profiler.profile(activities=activities)
         running.start()
+        self._modules.start()
         self._profile, self._thread = running, threading.get_ident()
         self._pause += time.perf_counter() - begin
         self._tell(paused=self._pause)
@@ -151,7 +159,8 @@ class ProfileObserver:
         _break_circle(running)
         most = min(_MOST_KERNELS, max(1, self._most // len(self._passes)))
         times = [each[2:] for each in self._passes]
-        found = kernels_of(events, times, most, is_host=self._is_host)
+        name_of = self._modules.names(self._models.values())
+        found = kernels_of(events, times, most, is_host=self._is_host, name_of=name_of)
         offset = clock.unix_offset()
         for (step_id, span_id, _, _), kernels in zip(self._passes, found):
             for kernel in kernels:
@@ -167,6 +176,8 @@ class ProfileObserver:
 
     def _end(self, problem: str = "", **more: Any) -> None:
         """End the request, if there is one: its hook, the profiler, and the answer."""
+        self._modules.stop()
+        self._modules, self._models = ModuleRanges(), {}
         unweave, self._unweave = self._unweave, None
         running, self._profile = self._profile, None
         if unweave is not None:
@@ -194,6 +205,7 @@ def _values(kernel: Kernel) -> list[AttributeValue]:
         *seconds,
         kernel.graph,
         kernel.count if kernel.count > 1 else None,
+        kernel.layer or None,
     ]
 
 

@@ -266,31 +266,11 @@ class Step extends Item {
     if (seconds !== null) this.deviceTime = (this.deviceTime ?? 0) + seconds * 1e9;
   }
 
-  /** Of a profiled step: its kernels' number and time by operator, and the device's idle time by reason, longest first. */
-  get deviceParts() {
+  /** The kernels of a profiled step. */
+  get kernels() {
     const { run } = this;
-    const reasons = [
-      ["idle: the host was late", run.names.IDLE_HOST],
-      ["idle: a transfer", run.names.IDLE_TRANSFER],
-      ["idle: the launch", run.names.IDLE_LAUNCH],
-    ];
-    const parts = new Map();
-    const add = (name, count, time) => {
-      const part = parts.get(name) ?? { name, count: 0, time: 0 };
-      parts.set(name, { name, count: part.count + count, time: part.time + time });
-    };
-    const visit = (span) => {
-      for (const child of run.children(span)) {
-        if (run.name(child) !== "kernel") {
-          visit(child);
-          continue;
-        }
-        add(String(run.value(child, run.names.OPERATOR_NAME)), run.number(child, run.names.KERNEL_COUNT) ?? 1, run.duration[child]);
-        for (const [name, key] of reasons) if (run.number(child, key)) add(name, 0, run.number(child, key) * 1e9);
-      }
-    };
-    visit(this.index);
-    return [...parts.values()].sort((a, b) => b.time - a.time);
+    const below = (span) => [...run.children(span)].flatMap((child) => (run.name(child) === "kernel" ? child : below(child)));
+    return below(this.index);
   }
 
   /** The part that took longest. */

@@ -99,24 +99,57 @@ function stepPanel(step, { openRequest, openStep, close, from }) {
   );
 }
 
-/** What the device did in the step's forward passes, where they were profiled. */
+/** What the device did in the step's forward passes, where they were profiled: by operator and by layer. */
 function deviceTable(step) {
-  const parts = step.deviceParts;
-  if (!parts.length) return null;
-  const total = sum(parts, (part) => part.time) || 1;
-  const rest = parts.splice(MOST_OPERATORS);
-  if (rest.length) parts.push({ name: `${rest.length} others`, count: sum(rest, (part) => part.count), time: sum(rest, (part) => part.time) });
+  const { run, kernels } = step;
+  if (!kernels.length) return null;
+  const { names } = run;
+  const idle = [
+    ["idle: the host was late", names.IDLE_HOST],
+    ["idle: a transfer", names.IDLE_TRANSFER],
+    ["idle: the launch", names.IDLE_LAUNCH],
+  ].map(([name, key]) => ({ name, count: 0, time: sum(kernels, (kernel) => run.number(kernel, key)) * 1e9 }));
+  const parts = (name) =>
+    kernels.map((kernel) => ({ name: String(run.value(kernel, name) ?? "no module"), count: run.number(kernel, names.KERNEL_COUNT) ?? 1, time: run.duration[kernel] }));
+  const operators = totals([...parts(names.OPERATOR_NAME), ...idle.filter((part) => part.time)]);
+  const layers = totals(parts(names.KERNEL_LAYER), (layer) => layer.replace(/\.\d+(?=\.|$)/g, ".*"));
+  const total = sum(operators, (part) => part.time) || 1;
   const row = (cell, ...texts) => el("tr", {}, texts.map((text, at) => el(cell, at ? { class: "number" } : {}, text)));
-  return [
-    el("h3", {}, `On the device: ${duration(total)}`),
+  const table = (what, found) =>
     el(
       "table",
-      { class: "kernels", "aria-label": "Kernels by operator" },
-      row("th", "operator", "kernels", "time", "share"),
-      parts.map((part) => row("td", part.name, part.count ? count(part.count) : "", duration(part.time), percent(part.time / total))),
-    ),
+      { class: "kernels", "aria-label": `Kernels by ${what}` },
+      row("th", what, "kernels", "time", "share"),
+      found.map((part) => row("td", partName(part), part.count ? count(part.count) : "", duration(part.time), percent(part.time / total))),
+    );
+  return [
+    el("h3", {}, `On the device: ${duration(total)}`),
+    table("operator", operators),
+    kernels.some((kernel) => run.value(kernel, names.KERNEL_LAYER)) ? table("layer", layers) : null,
   ];
 }
+
+/** Sums by name, or by what `groupOf` makes of it, with the parts of each; the longest first, the rest in one. */
+function totals(parts, groupOf = null) {
+  const found = new Map();
+  for (const { name, count, time } of parts) {
+    const group = groupOf ? groupOf(name) : name;
+    if (!found.has(group)) found.set(group, { name: group, count: 0, time: 0, parts: [] });
+    const total = found.get(group);
+    total.count += count;
+    total.time += time;
+    total.parts.push({ name, count, time });
+  }
+  const ranked = [...found.values()].sort((a, b) => b.time - a.time);
+  for (const total of ranked) total.parts = groupOf ? totals(total.parts) : [];
+  const rest = ranked.splice(MOST_OPERATORS);
+  if (rest.length) ranked.push({ name: `${rest.length} others`, count: sum(rest, (part) => part.count), time: sum(rest, (part) => part.time), parts: [] });
+  return ranked;
+}
+
+/** A name, which opens to its parts where there are several. */
+const partName = ({ name, parts }) =>
+  parts.length < 2 ? name : el("details", {}, el("summary", {}, name), parts.map((part) => el("div", {}, `${part.name}: ${duration(part.time)}`)));
 
 const MOST_OPERATORS = 15;
 
