@@ -139,12 +139,17 @@ def _session(signal: str, rejections: Rejections) -> requests.Session | None:
             rejections.read(answer)
 
     class Session(requests.Session):
+        settings: dict[str, Any] = {}
+
         def merge_environment_settings(
             self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
         ) -> Any:
-            # REQUESTS_CA_BUNDLE would take precedence over the certificate configured for OTLP.
-            verify = self.verify if isinstance(self.verify, str) else verify
-            return super().merge_environment_settings(url, proxies, stream, verify, cert)
+            """Read the environment for the first message only: it takes longer than to send one."""
+            if not self.settings:
+                # REQUESTS_CA_BUNDLE would take precedence over the certificate configured for OTLP.
+                verify = self.verify if isinstance(self.verify, str) else verify
+                self.settings = super().merge_environment_settings(url, proxies, stream, verify, cert)
+            return self.settings
 
     session = Session()
     session.stream = True  # the answer is read below
