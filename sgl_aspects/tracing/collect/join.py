@@ -327,10 +327,9 @@ class Joiner:
         if root is None or root.begin is None or root.has_ended:
             return
         begin = root.begin
-        latencies = root.latencies()
-        attributes = {**begin.attributes, **root.waits(), **latencies}
-        if _PREFILL in latencies:
-            attributes[_INFERENCE] = latencies[_PREFILL] + latencies.get(_DECODE, 0.0)
+        attributes = {**begin.attributes, **root.waits(), **root.latencies}
+        if _PREFILL in root.latencies:
+            attributes[_INFERENCE] = root.latencies[_PREFILL] + root.latencies.get(_DECODE, 0.0)
         first_ns = root.decode_ns
         if first_ns >= begin.start_ns:
             attributes[_FIRST_TOKEN] = (first_ns - begin.start_ns) / 1e9

@@ -39,14 +39,14 @@ class Root(RootContext):
     #: By the name of the process that saw it.
     seen_by: dict[str, RequestSeen] = field(default_factory=dict)
     ids: tuple[int, ...] = ()
-    #: Its spans whose time is an attribute of its own.
-    phases: list[SpanEnd] = field(default_factory=list)
+    #: The attributes of its phases, in seconds.
+    latencies: dict[str, float] = field(default_factory=dict)
     #: When its tokenizing began and ended, and when its scheduler got it; 0: not known.
     tokenize_ns: int = 0
     tokenized_ns: int = 0
     queued_ns: int = 0
     last_child_ns: int = 0
-    #: The first start of decoding: a preempted request has several. Known once there are ``latencies``.
+    #: The first start of decoding: a preempted request has several.
     decode_ns: int = 0
     #: 0 while open.
     end_ns: int = 0
@@ -66,8 +66,11 @@ class Root(RootContext):
     def note(self, record: SpanEnd) -> None:
         """Note a span below it whose times are among its attributes."""
         name, start_ns, end_ns = record[0].name, record[4], record[5]
-        if name in LATENCIES:
-            self.phases.append(record)
+        if latency := LATENCIES.get(name):
+            seconds = (end_ns - start_ns) / 1e9 if end_ns > start_ns else 0.0
+            self.latencies[latency] = self.latencies.get(latency, 0.0) + seconds
+            if latency is schema.TIME_IN_DECODE and not self.decode_ns:
+                self.decode_ns = start_ns
         if name in _FIRST_PHASES:
             self.queued_ns = min(self.queued_ns or start_ns, start_ns)
             if self.group is not None:
@@ -85,17 +88,6 @@ class Root(RootContext):
             since_ns = self.tokenized_ns
         if self.queued_ns:
             found[schema.TIME_TO_QUEUE] = max(0, self.queued_ns - since_ns) / 1e9
-        return found
-
-    def latencies(self) -> dict[str, float]:
-        """Return the attributes of its phases, in seconds."""
-        found: dict[str, float] = {}
-        for phase in self.phases:
-            name, start_ns, end_ns = LATENCIES[phase[0].name], phase[4], phase[5]  # by number: half the time
-            seconds = (end_ns - start_ns) / 1e9 if end_ns > start_ns else 0.0
-            found[name] = found[name] + seconds if name in found else seconds
-            if name is schema.TIME_IN_DECODE and not self.decode_ns:
-                self.decode_ns = start_ns
         return found
 
 
