@@ -138,18 +138,18 @@ def _session(signal: str, rejections: Rejections) -> requests.Session | None:
         if response.status_code == 200 and "json" not in response.headers.get("Content-Type", ""):
             rejections.read(answer)
 
-    class Session(requests.Session):
-        settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
 
+    class Session(requests.Session):
         def merge_environment_settings(
             self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
         ) -> Any:
             """Read the environment for the first message only: it takes longer than to send one."""
-            if not self.settings:
+            if not settings:
                 # REQUESTS_CA_BUNDLE would take precedence over the certificate configured for OTLP.
                 verify = self.verify if isinstance(self.verify, str) else verify
-                self.settings = super().merge_environment_settings(url, proxies, stream, verify, cert)
-            return self.settings
+                settings.update(super().merge_environment_settings(url, proxies, stream, verify, cert))
+            return settings
 
     session = Session()
     session.stream = True  # the answer is read below
