@@ -119,7 +119,7 @@ class Repeats:
     instead of calling ``batch.summary``.
 
     ``of``: the batch's attribute that has ``ids``, the list of the ids of its requests that are not new;
-    ``count``: the batch's attribute with its number of tokens, then one for each request.
+    ``count``: the batch's attribute with its number of tokens, then one for each request, and its drafts.
     ``unless``: a dictionary of the integration's; while it is filled, a batch is read in full.
     """
 
@@ -127,6 +127,17 @@ class Repeats:
     ids: str
     count: str
     unless: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Where the compiled step path finds a batch's drafts, instead of calling the integration's functions.
+
+    ``of``: the batch's attribute with the tokens drafted for each request, by its id: they are among the
+    batch's.
+    """
+
+    of: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,7 +151,7 @@ class Engine:
     ``outcomes``: the engine's reasons why a request ended, if they are not the usual ones: ``"length"``
     (finished), ``"stop"`` (stopped), ``"abort"`` (aborted), ``"error"`` (failed).
     ``repeats``: how a decode step is recognized cheaply; without it ``batch.summary`` or ``batch.mode`` and
-    ``batch.reqs`` are read in each step.
+    ``batch.reqs`` are read in each step. ``drafts``: likewise of steps with speculation.
     """
 
     name: str
@@ -151,6 +162,7 @@ class Engine:
     own_roles: Mapping[str, Role] = field(default_factory=dict)
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
     repeats: Repeats | None = None
+    drafts: Drafts = field(default_factory=Drafts)
 
     def __post_init__(self) -> None:
         for name in (self.name, self.provider_name):

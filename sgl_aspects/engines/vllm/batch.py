@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import Any, NamedTuple
 
-from sgl_aspects.engines.base import Repeats, Role
+from sgl_aspects.engines.base import Drafts, Repeats, Role
 from sgl_aspects.engines.vllm.scheduler import Scheduled
 
 _verified = Role(
@@ -80,6 +80,8 @@ def summary(batch: Any) -> tuple[_Mode, Any] | None:
         scheduled.begin_transfers()
     return (mode(batch), reqs(batch)) if batch.num_scheduled_tokens else None
 
+
+drafts = Drafts(of="scheduled_spec_decode_tokens")
 
 #: Nearly every step decodes the requests of the one before: as many tokens as requests, none of them new.
 repeats = Repeats(

@@ -364,4 +364,5 @@ VLLM = Engine(
     observers=lambda trackers: [*batch.scheduled.observations(trackers), *processes.observers()],
     outcomes={"repetition": Outcome.STOPPED},
     repeats=batch.repeats,
+    drafts=batch.drafts,
 )

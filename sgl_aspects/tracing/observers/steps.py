@@ -93,12 +93,14 @@ class StepObserver(native.StepPath):
         if repeats is not None:
             self.repeat_of, self.repeat_ids = repeats.of, repeats.ids
             self.repeat_count, self.repeat_unless = repeats.count, repeats.unless
+        self.drafts_of = engine.drafts.of or None
         self.decoding: list[Any] | None = None  # the ids of the latest batch, if it only decodes
         self.summary_source, self.mode_source, self.reqs_source, self.number_source, self.id_source = sources
         # Of the latest batch: most decode steps repeat it.
         self.mode = self.reqs = None
         self._mode_text = ""
-        self.decodes = False
+        #: Whether the compiled path may take batches of this mode; whether these have no drafts.
+        self.decodes = self._is_plain = False
         self.size = 0
         self._served: list[tuple[Any, ScheduledRequest]] = []
         # Queues and KV usage at ``read_ns``, with ``known`` requests; encoded for storage.
@@ -176,7 +178,7 @@ class StepObserver(native.StepPath):
         size = len(reqs) if reqs else 0
         requests = self._requests
         prefill: list[Chunk] | None = None
-        if not self.decodes:
+        if not self._is_plain:
             prefill = self._launch_prompts(batch, now)
             tokens = self._num_tokens(batch)
         else:
@@ -187,7 +189,7 @@ class StepObserver(native.StepPath):
         if reqs is not self.reqs or size != self.size:
             self._link(reqs, size)
         if self._decoding is not None:
-            self.decoding = [*self._decoding(batch)] if self.decodes else None
+            self.decoding = [*self._decoding(batch)] if self.decodes and not prefill else None
         shared_id = 0 if self._shared_id is None or tracker.has_passes else self._shared_id(batch) or 0
         step = tracker.begin(now, batch, self._mode_text, size, tokens, shared_id)
         if prefill:
@@ -215,7 +217,9 @@ class StepObserver(native.StepPath):
     def _meet_mode(self, mode: Any) -> None:
         self.mode = mode
         self._mode_text = str(self._mode_name(mode))
-        self.decodes = self._mode_text == "decode" and not self._is_speculative(mode)
+        is_decode, drafts = self._mode_text == "decode", self._is_speculative(mode)
+        self._is_plain = is_decode and not drafts
+        self.decodes = is_decode and (not drafts or self.drafts_of is not None)
 
     def _launch_prompts(self, batch: Any, now: int) -> list[Chunk]:
         """Close the queue phase of the requests that a batch prefills."""

@@ -120,6 +120,8 @@ typedef struct {
     PyObject *summary_source, *mode_source, *reqs_source, *number_source, *id_source;
     /* Attributes of a batch that show that it repeats the one before, which decoded the requests with these ids. */
     PyObject *repeat_of, *repeat_ids, *repeat_count, *repeat_unless, *decoding;
+    /* The batch's attribute that has the tokens drafted for each request. */
+    PyObject *drafts_of;
     Py_ssize_t ran_at, processing_at, processed_at, result_at, size, known;
     unsigned long long read_ns, waiting, running, usage;
     char decodes, measures;
@@ -463,17 +465,39 @@ has_same_texts(PyObject *list, PyObject *before)
     return 1;
 }
 
-/* Whether a new batch decodes one token of each request of the one before, and nothing else. Requests that gave way
-   have left: none of them was in the batch before. */
+/* The number of tokens in a dictionary's lists; -1 if it is none of lists. */
+static Py_ssize_t
+tokens_in(PyObject *lists)
+{
+    Py_ssize_t at = 0, sum = 0;
+    PyObject *key, *list;
+    if (!PyDict_CheckExact(lists))
+        return -1;
+    while (PyDict_Next(lists, &at, &key, &list)) {
+        if (!PyList_CheckExact(list))
+            return -1;
+        sum += PyList_GET_SIZE(list);
+    }
+    return sum;
+}
+
+/* Whether a new batch decodes one token of each request of the one before, the tokens drafted for them, and nothing
+   else. Requests that gave way have left: none of them was in the batch before. */
 static int
-decodes_again(StepPath *self, PyObject *batch)
+decodes_again(StepPath *self, PyObject *batch, Py_ssize_t *tokens)
 {
     if (!is_list(self->decoding) || PyList_GET_SIZE(self->decoding) != self->size || !self->size
         || is_none(self->repeat_unless) || !PyDict_CheckExact(self->repeat_unless) || PyDict_GET_SIZE(self->repeat_unless))
         return 0;
     PyObject *count = PyObject_GetAttr(batch, self->repeat_count);
-    int is_same = count != NULL && PyLong_CheckExact(count) && PyLong_AsSsize_t(count) == self->size;
+    *tokens = count != NULL && PyLong_CheckExact(count) ? PyLong_AsSsize_t(count) : -1;
     Py_XDECREF(count);
+    int is_same = *tokens == self->size;
+    if (*tokens > self->size && !is_none(self->drafts_of)) {
+        PyObject *drafts = PyObject_GetAttr(batch, self->drafts_of);
+        is_same = drafts != NULL && *tokens == self->size + tokens_in(drafts);
+        Py_XDECREF(drafts);
+    }
     PyObject *of = is_same ? PyObject_GetAttr(batch, self->repeat_of) : NULL;
     if (of == NULL)
         return 0;
@@ -485,13 +509,14 @@ decodes_again(StepPath *self, PyObject *batch)
 }
 
 /* Whether the batch has the mode and the requests of the one before. Their references are borrowed: the batch keeps
-   them, or they are the same as before. */
+   them, or they are the same as before. `tokens`: those that the model is fed. */
 static int
-repeats(StepPath *self, PyObject *batch)
+repeats(StepPath *self, PyObject *batch, Py_ssize_t *tokens)
 {
     PyObject *mode, *reqs, *summary = NULL;
     if (!is_none(self->repeat_of) && !is_none(self->repeat_ids))
-        return decodes_again(self, batch);
+        return decodes_again(self, batch, tokens);
+    *tokens = self->size;
     if (is_none(self->summary_source)) {
         mode = read_from(batch, self->mode_source);
         Py_XDECREF(mode);
@@ -532,7 +557,8 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     uint64_t level = words[WORD_LEVEL];
     if (batch == Py_None || level != tracker->level)
         goto slow;
-    if (!repeats(self, batch)) {
+    Py_ssize_t tokens;
+    if (!repeats(self, batch, &tokens)) {
         PyErr_Clear();
         return OTHER_CASE;
     }
@@ -576,7 +602,8 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     words[SCHEDULE_END] = tracker->schedule_start ? tracker->schedule_end : 0;
     words[RUN_START] = now;
     words[STEP_MODE] = tracker->mode_text;
-    words[STEP_SIZE] = words[STEP_TOKENS] = (uint64_t)self->size + 1;
+    words[STEP_SIZE] = (uint64_t)self->size + 1;
+    words[STEP_TOKENS] = (uint64_t)tokens + 1;
     words[STEP_HEAD] = KIND_STEP;
     tracker->schedule_start = 0;
     step->id = id;
@@ -760,6 +787,7 @@ static PyMemberDef StepPath_members[] = {
     OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, requests), OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
     OBJECT(StepPath, summary_source), OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source), OBJECT(StepPath, id_source),
     OBJECT(StepPath, repeat_of), OBJECT(StepPath, repeat_ids), OBJECT(StepPath, repeat_count), OBJECT(StepPath, repeat_unless), OBJECT(StepPath, decoding),
+    OBJECT(StepPath, drafts_of),
     SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
     SIZE(StepPath, result_at), SIZE(StepPath, size), SIZE(StepPath, known), NUMBER(StepPath, read_ns), NUMBER(StepPath, waiting),
     NUMBER(StepPath, running), NUMBER(StepPath, usage), FLAG(StepPath, decodes), FLAG(StepPath, measures), END};
@@ -769,7 +797,7 @@ static PyMethodDef StepPath_methods[] = {
     FAST(StepPath, schedule_enter), FAST(StepPath, schedule_exit), FAST(StepPath, run_enter),
     FAST(StepPath, run_exit), FAST(StepPath, process_enter), FAST(StepPath, process_exit),
     {NULL, NULL, 0, NULL}};
-COLLECTED(StepPath, tracker, 17)
+COLLECTED(StepPath, tracker, 18)
 
 /* -- its forward pass -------------------------------------------------------------------------------------- */
 
