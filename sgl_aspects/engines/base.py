@@ -133,11 +133,20 @@ class Repeats:
 class Drafts:
     """Where the compiled step path finds a batch's drafts, instead of calling the integration's functions.
 
-    ``of``: the batch's attribute with the tokens drafted for each request, by its id: they are among the
-    batch's.
+    Before a result is processed, in the order of ``repeats.ids``: ``of``, the batch's attribute with the
+    tokens drafted for each request, by its id: they are among the batch's. ``rows``: the result's with the
+    lists of tokens, the accepted ones and one more; ``row_of``: the index of each request there.
+    Or afterwards: ``each``, the result's with the list of accepted tokens of each request, None without
+    drafts; ``width``: that with the number of tokens drafted for each, and one.
+    ``unless``: while the batch or the result has this attribute, they are read in Python.
     """
 
     of: str = ""
+    rows: str = ""
+    row_of: str = ""
+    each: str = ""
+    width: str = ""
+    unless: str = ""
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,6 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "end_scheduled_request": ("req", "finish_reason"),
     "cancel_requests": (),
     "release_request": ("req",),
-    "verify_draft": ("rid", "drafted", "accepted"),  # of one request in a step
-    "verify_drafts": ("drafts",),  # of all of them, drafted and accepted: see ``req.drafts``
     "compile_grammar": ("req", "kind", "waits"),
     "grammar_ready": ("reqs",),
     # A batch.
@@ -62,7 +60,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "schedule_prefill": (),
     "schedule_decode": (),
     "run_batch": ("batch",),
-    "process_batch_result": ("scheduler", "batch", "result"),
+    # ``drafts``, on entry: id, drafted and accepted tokens of each request with drafts; or ``result.drafts``.
+    "process_batch_result": ("scheduler", "batch", "result", "drafts"),
     # Its forward pass; in another process than the scheduler's, too.
     "describe_worker": ("description",),
     "forward": ("model_runner", "batch"),
@@ -239,6 +238,13 @@ class Batch:
     summary: tuple[Any, Sequence[Any]] | None
 
 
+class Result:
+    """The result of a batch, once it is processed."""
+
+    #: Drafted and accepted tokens, if requests have them in ``req.drafts``; None without drafts.
+    drafts: tuple[int, int] | None
+
+
 class Mode:
     """The mode of a batch."""
 
@@ -280,6 +286,7 @@ ATTRIBUTES: Mapping[str, frozenset[str]] = {
         "message": Message,
         "req": Req,
         "batch": Batch,
+        "result": Result,
         "mode": Mode,
         "scheduler": Scheduler,
         "model_runner": ModelRunner,

@@ -20,9 +20,11 @@ class Loop:
     @contextmanager
     def call(self, role: str, *args: Any, result: Any = None) -> Iterator[Any]:
         """The block is the function of this role; yields the observer's token."""
-        token = self.found[role].enter(args, {})
+        observation = self.found[role]
+        token = observation.enter(args, {}) if observation.enter is not None else None
         yield token
-        self.found[role].exit(token, result, None)
+        if observation.exit is not None:
+            observation.exit(token, result, None)
 
     @contextmanager
     def run(self, batch: Any) -> Iterator[object]:

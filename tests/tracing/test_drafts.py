@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from sgl_aspects.tracing.records import SpanEnd
 from sgl_aspects.tracing.schema import ACCEPTED_AT, ACCEPTED_TOKENS, BATCH_TOKENS, DRAFTED_TOKENS
 from tests.support.memory_recorder import Memory
 from tests.support.rings import read_all
+from tests.support.speculating import speculate
 from tests.support.stand_ins import ForwardMode
 from tests.support.stepping import Loop
 
@@ -45,16 +47,19 @@ def step(recorder: Recorder, accepted: int) -> None:
         SimpleNamespace(rid="a", finished_reason=None),
         SimpleNamespace(rid="b", finished_reason=None),
     ]
-    result = SimpleNamespace(num_correct_drafts=accepted, speculative_num_draft_tokens=4)
+    result = SimpleNamespace(speculative_num_draft_tokens=4)
     with loop.call("run_batch", None, batch, result=result):
         for role, count in (("draft", 2), ("", 1), ("draft_extend", 1)):
             with loop.call(role) if role else nullcontext():
                 for _ in range(count):
                     with loop.call("forward", runner, batch):
                         pass
-    verify = loop.call("verify_drafts", None, result, batch, result=[[1], [2]])
-    with loop.call("process_batch_result", SimpleNamespace(), batch, result), verify:
-        pass
+    with loop.call("process_batch_result", SimpleNamespace(), batch, result):
+        result.num_correct_drafts_per_req_cpu = [accepted - 1, 1]
+
+
+def values_of(recorder: Memory, name: str) -> list[dict[str, Any]]:
+    return [dict(zip(span.type.attributes, span.values)) for span in recorder.named(name)]
 
 
 def test_the_forward_pass_of_a_step_is_the_one_that_verifies() -> None:
@@ -96,6 +101,20 @@ def test_a_step_counts_what_was_drafted_and_accepted() -> None:
     assert values[DRAFTED_TOKENS] == 2 * 3
     assert values[ACCEPTED_TOKENS] == 3
     assert values[BATCH_TOKENS] == 2 + 2 * 3
+
+
+def test_drafts_of_steps_and_requests_are_those_that_the_engine_counts() -> None:
+    recorder = Memory()
+    for engine in speculate(recorder):
+        steps = values_of(recorder, "scheduler.step")
+        assert sum(step[DRAFTED_TOKENS] or 0 for step in steps) == engine.drafted > 0
+        assert sum(step[ACCEPTED_TOKENS] or 0 for step in steps) == engine.accepted > 0
+        decodes = values_of(recorder, "decode")
+        if engine.accepted_at:
+            assert sum(each[DRAFTED_TOKENS] or 0 for each in decodes) == engine.drafted
+            found = zip_longest(*(each[ACCEPTED_AT] or () for each in decodes), fillvalue=0)
+            assert {at: sum(counts) for at, counts in enumerate(found)} == engine.accepted_at
+        recorder.ended.clear()
 
 
 def test_a_plain_step_says_nothing_of_drafts() -> None:

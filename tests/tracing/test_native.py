@@ -145,6 +145,24 @@ told = [[r.type.name, list(r.values), r.error, len(r.links), r.start_ns <= r.end
 print(json.dumps([native.compiled is not None, told]))
 """
 
+# Drafts of requests that stay, leave while their batch is in flight, and give way.
+_DRAFTS = """
+import json, sys
+from sgl_aspects.tracing.collect.run_reader import RunReader
+from sgl_aspects.tracing.record import native
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
+from tests.support.rings import read_all
+from tests.support.speculating import speculate
+
+recorder = RingRecorder(sys.argv[1], int(sys.argv[2]))
+recorder.open()
+for _ in speculate(recorder):
+    pass
+records = [r for r in read_all(RunReader(sys.argv[1])) if type(r).__name__ == "SpanEnd"]
+told = [[r.type.name, list(r.values), r.error, len(r.links)] for r in records]
+print(json.dumps([native.compiled is not None, told]))
+"""
+
 
 def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     done = python("-c", program, *arguments, cwd=ROOT, without=(native.VARIABLE,), **environment)
@@ -152,10 +170,12 @@ def run(program: str, *arguments: str, **environment: str) -> subprocess.Complet
     return done
 
 
-def spans(folder: Path, switch: str) -> tuple[bool, list[list[object]]]:
+def spans(
+    folder: Path, switch: str, program: str = _ENGINE, *arguments: str
+) -> tuple[bool, list[list[object]]]:
     """Whether it ran in C, and the spans that it recorded."""
     folder.mkdir()
-    compiled, told = json.loads(run(_ENGINE, str(folder), SGL_ASPECTS_NATIVE=switch).stdout)
+    compiled, told = json.loads(run(program, str(folder), *arguments, SGL_ASPECTS_NATIVE=switch).stdout)
     return compiled, told
 
 
@@ -177,6 +197,15 @@ def test_both_ways_record_the_same_steps(tmp_path: Path) -> None:
     assert sorted(compiled, key=order) == sorted(interpreted, key=order)
     steps = [span for span in compiled if span[0] == "scheduler.step"]
     assert len(steps) > 25
+
+
+@in_c
+@pytest.mark.parametrize("level", ["1", "3"])
+def test_both_ways_count_the_same_drafts(tmp_path: Path, level: str) -> None:
+    _, compiled = spans(tmp_path / "compiled", "on", _DRAFTS, level)
+    _, interpreted = spans(tmp_path / "interpreted", "off", _DRAFTS, level)
+    assert compiled == interpreted
+    assert len([span for span in compiled if span[0] == "decode"]) == 6 + 2 + 5
 
 
 def test_the_c_files_have_the_layout_of_the_ring() -> None:

@@ -377,6 +377,7 @@ SGLANG = Engine(
         "batch.reqs": "reqs",
         "batch.prefills": _prefills,
         "batch.num_tokens": _num_tokens,
+        "result.drafts": speculation.verified,
         "scheduler.waiting": lambda scheduler: len(scheduler.waiting_queue),
         "scheduler.waiting_rids": _waiting_rids,
         "scheduler.running": lambda scheduler: len(scheduler.running_batch.reqs),
@@ -386,4 +387,5 @@ SGLANG = Engine(
         "model_runner.platform": lambda runner: _platform_of(runner.device),
         "model_runner.model": "model",
     },
+    drafts=speculation.DRAFTS,
 )

@@ -11,18 +11,26 @@ import sys
 from itertools import accumulate
 from typing import Any
 
-from sgl_aspects.engines.base import Role
+from sgl_aspects.engines.base import Drafts, Role
 
 _WORKERS = "sglang.srt.speculative"
-_PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
 
 
-def _resolved(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> tuple[int, int]:
-    """Return the drafted tokens of a batch, and how many were accepted; the call returns each request's."""
-    verified = args[1] if len(args) > 1 else kwargs["result"]
-    width = getattr(verified, "speculative_output_stride", None) or verified.speculative_num_draft_tokens
-    drafted = width - getattr(verified, "num_non_draft_tokens_per_req", 1)
-    return drafted * len(result or ()), verified.num_correct_drafts
+def verified(result: Any) -> tuple[int, int] | None:
+    """Return the drafted tokens of a batch, and how many were accepted."""
+    each = getattr(result, "num_correct_drafts_per_req_cpu", None)
+    if each is None:
+        return None
+    width = getattr(result, "speculative_output_stride", None) or result.speculative_num_draft_tokens
+    drafted = width - getattr(result, "num_non_draft_tokens_per_req", 1)
+    return drafted * len(each), sum(each)
+
+
+DRAFTS = Drafts(
+    each="num_correct_drafts_per_req_cpu",
+    width="speculative_num_draft_tokens",
+    unless="speculative_output_stride",
+)
 
 
 def drafts(req: Any) -> tuple[int, list[int]] | None:
@@ -49,7 +57,6 @@ def output_tokens(req: Any) -> int:
 
 
 ROLES = {
-    "verify_drafts": Role((f"{_PROCESSOR}._resolve_spec_v2_tokens",), reads={"drafts": _resolved}),
     "draft": Role((f"{_WORKERS}.*:*DraftWorker.draft",)),
     "draft_extend": Role((f"{_WORKERS}.*:*DraftWorker._draft_extend_for_*",)),
     "draft_search": Role((f"{_WORKERS}.ngram_worker:NGRAMWorker._prepare_draft_tokens",)),

@@ -5,19 +5,35 @@ from __future__ import annotations
 import zlib
 from typing import Any, NamedTuple
 
-from sgl_aspects.engines.base import Drafts, Repeats, Role
+from sgl_aspects.engines.base import Drafts, Repeats, parameter
 from sgl_aspects.engines.vllm.scheduler import Scheduled
 
-_verified = Role(
-    (), ("_", "_", "drafted:num_draft_tokens", "_", "invalid:num_invalid_spec_tokens", "rid:request_id")
-)
-_count, _invalid, _rid = (_verified.reader(name) for name in ("drafted", "invalid", "rid"))
+#: Arguments of ``update_from_output``.
+_ARGUMENTS = "self", "scheduler_output", "model_runner_output"
+_processing = [parameter(at, name) for at, name in enumerate(_ARGUMENTS)]
 
 
-def drafted(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
-    """Return the drafted tokens that a grammar allowed."""
-    invalid = _invalid(args, kwargs)
-    return int(_count(args, kwargs)) - (invalid.get(_rid(args, kwargs), 0) if invalid else 0)
+def verified(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> list[tuple[str, int, int]]:
+    """Return id, drafted and accepted tokens of each request whose drafts the scheduler is about to count.
+
+    Not of one that has left since, or whose tokens are dropped; a grammar may have refused some drafts.
+    """
+    scheduler, batch, output = (read(args, kwargs) for read in _processing)
+    guessed: dict[str, list[int]] = getattr(batch, "scheduled_spec_decode_tokens", {})
+    rows = output.sampled_token_ids if guessed else ()
+    invalid = getattr(batch, "num_invalid_spec_tokens", None) or {}
+    least = getattr(scheduler, "num_sampled_tokens_per_step", 1)
+    found = []
+    for rid, tokens in guessed.items() if rows else ():
+        request = scheduler.requests.get(rid)
+        if not tokens or request is None or request.is_finished():
+            continue
+        row = rows[output.req_id_to_index[rid]]
+        is_dropped = getattr(request, "num_stale_output_tokens", 0) and request.drop_stale_output
+        if not is_dropped and (row or not least):
+            drafted = len(tokens) - invalid.get(rid, 0)
+            found.append((rid, drafted, max(len(row) - least, 0)))
+    return found
 
 
 class _Mode(NamedTuple):
@@ -81,7 +97,12 @@ def summary(batch: Any) -> tuple[_Mode, Any] | None:
     return (mode(batch), reqs(batch)) if batch.num_scheduled_tokens else None
 
 
-drafts = Drafts(of="scheduled_spec_decode_tokens")
+drafts = Drafts(
+    of="scheduled_spec_decode_tokens",
+    rows="sampled_token_ids",
+    row_of="req_id_to_index",
+    unless="num_invalid_spec_tokens",
+)
 
 #: Nearly every step decodes the requests of the one before: as many tokens as requests, none of them new.
 repeats = Repeats(

@@ -244,11 +244,6 @@ VLLM = Engine(
                 "finish_reason": parameter(1, "request", lambda request: str(request.get_finished_reason())),
             },
         ),
-        "verify_draft": Role(
-            (f"{_SCHEDULER}.make_spec_decoding_stats",),
-            ("_", "_", "drafted:num_draft_tokens", "accepted:num_accepted_tokens", "_", "rid:request_id"),
-            reads={"drafted": batch.drafted},
-        ),
         "compile_grammar": Role(
             (f"{_SCHEDULER}._enqueue_waiting_request",),
             ("_", "req:request"),
@@ -271,6 +266,7 @@ VLLM = Engine(
         "process_batch_result": Role(
             (f"{_SCHEDULER}.update_from_output",),
             ("scheduler:self", "batch:scheduler_output", "result:model_runner_output"),
+            reads={"drafts": batch.verified},
             required=True,
         ),
         # In each worker's process, or in the engine core's where there is one device.

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import monotonic_ns
 from typing import Any
 
+from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.record.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestElsewhere, RequestSeen, SpanType
 from sgl_aspects.tracing.schema import DECODE, PHASES, PREFILL, QUEUE
@@ -38,10 +40,10 @@ class ScheduledRequest:
     #: The end of the latest chunk, and the output tokens before the open phase.
     fed_ns: int = 0
     decoded: int = 0
-    #: Tokens drafted so far, and how many of them were accepted at each position; and those before the open
-    #: ``decode``.
-    drafted: int = 0
-    accepted_at: list[int] = field(default_factory=list)
+    #: Drafts so far; or the engine's own counts: tokens, and how many were accepted at each position; and
+    #: those before the open ``decode``.
+    drafts: Any = field(default_factory=native.DraftCounts)
+    drafts_told: tuple[int, list[int]] = (0, [])
     drafts_before: tuple[int, list[int]] = (0, [])
     #: Tokens of its prompt that were fed to the model before its first output.
     fed: int = 0
@@ -57,6 +59,14 @@ class ScheduledRequest:
     @property
     def is_running(self) -> bool:
         return not self.phase or self.decodes
+
+    @property
+    def all_drafts(self) -> tuple[int, list[int]]:
+        """Tokens drafted so far, and how many of them were accepted at each position."""
+        if not self.drafts.drafted:
+            return self.drafts_told
+        at_least = [*accumulate(reversed(self.drafts.exactly()))]
+        return self.drafts.drafted, [count for count in at_least[-2::-1] if count]
 
 
 @dataclass(eq=False)
@@ -207,29 +217,26 @@ class RequestTracker:
         """Note tokens that a step drafted for a request, and how many of them it accepted."""
         request = self.requests.get(rid)
         if request is not None:
-            request.drafted += drafted
-            at = request.accepted_at
-            at.extend([0] * (accepted - len(at)))
-            for position in range(accepted):
-                at[position] += 1
+            request.drafts.count(drafted, accepted)
 
     def drafts(self, rid: str, totals: tuple[int, Sequence[int]] | None) -> None:
         """Set the tokens drafted for a request so far, and how many were accepted at each position."""
         request = self.requests.get(rid)
         if request is not None and totals is not None:
-            request.drafted, request.accepted_at = totals[0], [*totals[1]]
+            request.drafts_told = totals[0], [*totals[1]]
 
     def _decoded(
         self, request: ScheduledRequest, output_tokens: int | None, reason: str | None
     ) -> tuple[AttributeValue, ...]:
         """Return the values of the open ``decode``: its tokens are the answer's but for earlier ones'."""
         drafts: tuple[AttributeValue, ...] = ()
-        if request.drafted:
-            drafted, at = request.drafts_before
-            request.drafts_before = request.drafted, [*request.accepted_at]
-            before_at = [*at, *[0] * len(request.accepted_at)]
-            new_at = [count - before for count, before in zip(request.accepted_at, before_at)]
-            drafts = request.drafted - drafted, sum(new_at), new_at
+        drafted, accepted_at = request.all_drafts
+        if drafted:
+            before, at = request.drafts_before
+            request.drafts_before = drafted, accepted_at
+            before_at = [*at, *[0] * len(accepted_at)]
+            new_at = [count - earlier for count, earlier in zip(accepted_at, before_at)]
+            drafts = drafted - before, sum(new_at), new_at
         if output_tokens is None:
             return (None, reason, *drafts)
         before, request.decoded = request.decoded, output_tokens

@@ -39,7 +39,9 @@ class Step(native.Step):
 
     ``words[block + …]`` are its timestamps and figures (:mod:`..record.format`).
     ``child``: its open child span, 0: none. ``batch``, ``result``: keys for the processing of the result.
-    ``prefill``: the observer's chunks of prompts; ``events``: the device's. Objects are reused: a decode step
+    ``prefill``: the observer's chunks of prompts; ``events``: the device's. ``drafts``: by request id where
+    the compiled path counts them, before the result is processed; ``verified``: the result, for those that it
+    shows then. Objects are reused: a decode step
     allocates none.
     """
 
@@ -49,11 +51,14 @@ class Step(native.Step):
     events: Any
     opened: tuple[int, Fields] | None
     spans: dict[int, Fields]
+    drafts: dict[Any, Any] | None
+    verified: Any
 
     def __init__(self, steps: OpenSteps, block: int) -> None:
         self.steps, self.words, self.block = steps, steps.words, block
         self.id = self.child = 0
         self.batch = self.result = self.prefill = self.events = self.opened = None
+        self.drafts = self.verified = None
         self.is_announced, self.is_recorded = False, True
         self.spans = {}
 
@@ -175,6 +180,7 @@ class StepTracker(native.Tracker):
             }
         )
         step.id, step.batch, step.child = step_id, batch, layout.CHILD_RUN_BATCH
+        step.drafts = step.verified = None
         self.running = step
         if self.details:
             if step_id:
@@ -257,7 +263,7 @@ class StepTracker(native.Tracker):
         if step.events is None:
             self._write(step)
             return
-        step.batch = step.result = None  # keep no object of the engine alive
+        step.batch = step.result = step.verified = None  # keep no object of the engine alive
         self.late.append(step)
         self.read_late()
 
@@ -285,13 +291,18 @@ class StepTracker(native.Tracker):
             words[block + layout.STEP_DRAFTED] = (words[block + layout.STEP_DRAFTED] or 1) + drafted
             words[block + layout.STEP_ACCEPTED] = (words[block + layout.STEP_ACCEPTED] or 1) + accepted
 
+    def recheck_drafts(self) -> None:
+        """Read the drafts of launched batches in Python: a request of theirs is about to leave."""
+        for step in self.in_flight:
+            step.drafts = None
+
     def _write(self, step: Step) -> None:
         """Write the step's record and free its object."""
         self._recorder.end_step(step.steps, step.block)
         self._give_back(step)
 
     def _give_back(self, step: Step) -> None:
-        step.batch = step.result = step.prefill = step.events = None
+        step.batch = step.result = step.prefill = step.events = step.drafts = step.verified = None
         if step.is_announced:
             step.is_announced, step.opened, step.spans = False, None, {}
         if step.steps is self.steps and step.is_recorded:

@@ -9,7 +9,6 @@ from typing import Any
 from sgl_aspects.engines import Outcome
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.record import native
 from sgl_aspects.tracing.records import error_type
 from sgl_aspects.tracing.schema import GRAMMAR, QUEUE
 
@@ -31,8 +30,6 @@ class QueueObserver:
         self._ended = call("end_scheduled_request", "req")
         self._end_reason = call("end_scheduled_request", "finish_reason")
         self._finish_reason = reader("req.finish_reason")
-        self._draft = [call("verify_draft", name) for name in ("rid", "drafted", "accepted")]
-        self._batch_drafts = call("verify_drafts", "drafts")
         self._drafts = reader("req.drafts")
         self._compiled = call("compile_grammar", "req")
         self._kind, self._waits = call("compile_grammar", "kind"), call("compile_grammar", "waits")
@@ -60,8 +57,6 @@ class QueueObserver:
             Observation("retract", self._retract_enter),
             Observation("end_scheduled_request", self._end_enter),
             Observation("cancel_requests", None, self._cancel_exit),
-            Observation("verify_draft", self._verify_enter),
-            Observation("verify_drafts", _note_call, self._verify_exit, caller=native.WatchedCall),
             Observation("compile_grammar", _note_call, self._compile_exit),
             Observation("grammar_ready", _note_call, self._ready_exit),
         ]
@@ -121,30 +116,19 @@ class QueueObserver:
             request.problem = "rejected"
 
     def _retract_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._steps.recheck_drafts()
         req = self._retracted(args, kwargs)
         self._requests.drafts(self._rid(req), self._drafts(req))
         self._requests.preempted(self._rid(req), self._output_tokens(req))
 
     def _end_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # On entry: before the engine notifies the caller, whose span is to end after this one.
+        self._steps.recheck_drafts()
         req = self._ended(args, kwargs)
         reason = self._end_reason(args, kwargs) or self._finish_reason(req)
         has_failed = reason is not None and self._engine.outcome(reason) is Outcome.FAILED
         problem = Outcome.FAILED.problem if has_failed else ""
         self._requests.finished(self._rid(req), self._output_tokens(req), reason, problem, monotonic_ns())
-
-    def _verify_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        read_rid, read_drafted, read_accepted = self._draft
-        drafted, accepted = read_drafted(args, kwargs), read_accepted(args, kwargs)
-        if drafted:
-            self._requests.drafted(read_rid(args, kwargs), drafted, accepted)
-            self._steps.drafted(drafted, accepted, are_counted=True)
-
-    def _verify_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
-        args, kwargs = token
-        drafted, accepted = self._batch_drafts(args, kwargs, result)
-        if drafted:
-            self._steps.drafted(drafted, accepted, are_counted=False)
 
     def _compile_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if error is None and self._waits(*token, result):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from time import monotonic_ns
 from typing import Any
 
-from sgl_aspects.engines import Engine
+from sgl_aspects.engines import Engine, Role
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.tracing.context import bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Step, Trackers
@@ -68,6 +68,7 @@ class StepObserver(native.StepPath):
         self._outcome = engine.outcome
         self._output_tokens = reader("req.output_tokens")
         self._drafts = reader("req.drafts")
+        self._verifying, self._verified = call("process_batch_result", "drafts"), reader("result.drafts")
         self._step_number = reader("batch.step_id")
         self._shared_id = reader("batch.shared_id") if engine.has("batch.shared_id") else None
         self._queues = engine.values_reader("scheduler", ("waiting", "running"))
@@ -93,7 +94,13 @@ class StepObserver(native.StepPath):
         if repeats is not None:
             self.repeat_of, self.repeat_ids = repeats.of, repeats.ids
             self.repeat_count, self.repeat_unless = repeats.count, repeats.unless
-        self.drafts_of = engine.drafts.of or None
+        drafts, processing = engine.drafts, engine.roles.get("process_batch_result", Role(()))
+        # True: they are read, but in Python.
+        self.drafts_of = drafts.of or "drafts" in processing.arguments or None
+        self.drafts_each = drafts.each or engine.has("result.drafts") or None
+        self.drafts_rows, self.drafts_row_of, self.drafts_width = drafts.rows, drafts.row_of, drafts.width
+        self.drafts_unless = drafts.unless
+        self.drafts: dict[Any, Any] | None = None  # of these requests, as they count
         self.decoding: list[Any] | None = None  # the ids of the latest batch, if it only decodes
         self.summary_source, self.mode_source, self.reqs_source, self.number_source, self.id_source = sources
         # Of the latest batch: most decode steps repeat it.
@@ -190,11 +197,15 @@ class StepObserver(native.StepPath):
             self._link(reqs, size)
         if self._decoding is not None:
             self.decoding = [*self._decoding(batch)] if self.decodes and not prefill else None
+            known = requests.requests
+            found = {rid: known[rid].drafts if rid in known else None for rid in self.decoding or ()}
+            self.drafts = found if self.drafts_of is not None else None
         shared_id = 0 if self._shared_id is None or tracker.has_passes else self._shared_id(batch) or 0
         step = tracker.begin(now, batch, self._mode_text, size, tokens, shared_id)
-        if prefill:
-            if step is None:
-                step = tracker.begin_unrecorded(batch)
+        has_drafts = self.drafts_of is not None and tokens != size and bool(requests.requests)
+        if step is None and (prefill or has_drafts):
+            step = tracker.begin_unrecorded(batch)
+        if step is not None and prefill:
             step.prefill = prefill
         return step
 
@@ -217,9 +228,9 @@ class StepObserver(native.StepPath):
     def _meet_mode(self, mode: Any) -> None:
         self.mode = mode
         self._mode_text = str(self._mode_name(mode))
-        is_decode, drafts = self._mode_text == "decode", self._is_speculative(mode)
+        is_decode, drafts = self._mode_text == "decode", bool(self._is_speculative(mode))
         self._is_plain = is_decode and not drafts
-        self.decodes = is_decode and (not drafts or self.drafts_of is not None)
+        self.decodes = is_decode and (not drafts or isinstance(self.drafts_of, str))
 
     def _launch_prompts(self, batch: Any, now: int) -> list[Chunk]:
         """Close the queue phase of the requests that a batch prefills."""
@@ -279,6 +290,14 @@ class StepObserver(native.StepPath):
         tracker.running = step
         step.batch = batch
         step.result = self._processing(args, kwargs)
+        step.drafts, step.verified = None, self._result(args, kwargs) if self.drafts_each else None
+        drafts = self._verifying(args, kwargs)
+        for rid, drafted, accepted in drafts or ():
+            self._requests.drafted(rid, drafted, accepted)
+        if drafts:
+            tracker.drafted(
+                sum(each[1] for each in drafts), sum(each[2] for each in drafts), are_counted=True
+            )
         if step.prefill:
             self._released_ns.clear()  # of requests that were preempted, with their memory released
             for chunk in step.prefill:
@@ -293,6 +312,9 @@ class StepObserver(native.StepPath):
         if step is None:
             return
         now, tracker, scheduler = monotonic_ns(), self.tracker, step.result
+        totals = self._verified(step.verified)
+        if totals is not None and totals[0]:
+            tracker.drafted(*totals, are_counted=False)
         if step.prefill:
             released = [self._released_ns.get(chunk.request.rid, 0) for chunk in step.prefill]
             released_ns = min(filter(None, released), default=0)

@@ -45,7 +45,7 @@ def _load() -> tuple[Any, str]:
 compiled, why_not = _load()
 
 if compiled is None or TYPE_CHECKING:
-    from sgl_aspects.tracing.record.native.fields import Blocks, Slots
+    from sgl_aspects.tracing.record.native.fields import Blocks, DraftCounts, Slots
     from sgl_aspects.tracing.record.native.fields import Fields as DraftPath
     from sgl_aspects.tracing.record.native.fields import Fields as ForwardPath
     from sgl_aspects.tracing.record.native.fields import Fields as Mark
@@ -55,7 +55,7 @@ if compiled is None or TYPE_CHECKING:
 else:
     Blocks, Slots, Step, Tracker = compiled.Blocks, compiled.Slots, compiled.Step, compiled.Tracker
     StepPath, ForwardPath, Mark = compiled.StepPath, compiled.ForwardPath, compiled.Mark
-    DraftPath = compiled.DraftPath
+    DraftCounts, DraftPath = compiled.DraftCounts, compiled.DraftPath
 
 #: Calls the hooks of a woven function in C; None: Python calls them.
 WatchedCall: Any = getattr(compiled, "WatchedCall", None)
@@ -68,6 +68,7 @@ def state() -> str:
 
 __all__ = [
     "Blocks",
+    "DraftCounts",
     "DraftPath",
     "ForwardPath",
     "Mark",

@@ -99,7 +99,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *steps, *words, *batch, *result, *prefill, *events, *opened, *spans;
+    PyObject *steps, *words, *batch, *result, *prefill, *events, *opened, *spans, *drafts, *verified;
     unsigned long long id;
     Py_ssize_t block, child;
     char is_announced, is_recorded;
@@ -120,8 +120,8 @@ typedef struct {
     PyObject *summary_source, *mode_source, *reqs_source, *number_source, *id_source;
     /* Attributes of a batch that show that it repeats the one before, which decoded the requests with these ids. */
     PyObject *repeat_of, *repeat_ids, *repeat_count, *repeat_unless, *decoding;
-    /* The batch's attribute that has the tokens drafted for each request. */
-    PyObject *drafts_of;
+    /* Where its drafts are: see Drafts in engines/base.py; and the counts of the requests with these ids. */
+    PyObject *drafts_of, *drafts_rows, *drafts_row_of, *drafts_each, *drafts_width, *drafts_unless, *drafts;
     Py_ssize_t ran_at, processing_at, processed_at, result_at, size, known;
     unsigned long long read_ns, waiting, running, usage;
     char decodes, measures;
@@ -149,7 +149,16 @@ typedef struct {
     unsigned long long function, elapsed, event;
 } Mark;
 
-static PyTypeObject *mark_type, *forward_type;
+/* The drafts of a request: the tokens, and how many drafts had exactly so many accepted ones. */
+typedef struct {
+    PyObject_HEAD
+    unsigned long long drafted;
+    uint32_t *exactly; /* `few`, unless a draft was longer */
+    size_t size;
+    uint32_t few[10];
+} DraftCounts;
+
+static PyTypeObject *mark_type, *forward_type, *counts_type;
 
 /* One of these types, and the class in Python that inherits from it, as met: looking through its bases
    touches a dozen cache lines. */
@@ -215,6 +224,16 @@ static inline int
 is_step(PyObject *object)
 {
     return !is_none(object) && is_a(object, &step_kind);
+}
+
+/* An object's attribute; NULL without an exception if it has none. */
+static inline PyObject *
+attribute_of(PyObject *object, PyObject *name)
+{
+    PyObject *found = name != NULL && PyUnicode_CheckExact(name) ? PyObject_GetAttr(object, name) : NULL;
+    if (found == NULL)
+        PyErr_Clear();
+    return found;
 }
 
 /* An object's attribute, or a function's result for it. */
@@ -347,10 +366,11 @@ COLLECTED(Slots, mapped, 1)
 
 static PyMemberDef Step_members[] = {
     OBJECT(Step, steps), OBJECT(Step, words), OBJECT(Step, batch), OBJECT(Step, result),
-    OBJECT(Step, prefill), OBJECT(Step, events), OBJECT(Step, opened), OBJECT(Step, spans), NUMBER(Step, id), SIZE(Step, block), SIZE(Step, child),
+    OBJECT(Step, prefill), OBJECT(Step, events), OBJECT(Step, opened), OBJECT(Step, spans),
+    OBJECT(Step, drafts), OBJECT(Step, verified), NUMBER(Step, id), SIZE(Step, block), SIZE(Step, child),
     FLAG(Step, is_announced), FLAG(Step, is_recorded), END};
 static PyMethodDef Step_methods[] = {{NULL, NULL, 0, NULL}};
-COLLECTED(Step, steps, 8)
+COLLECTED(Step, steps, 10)
 
 static PyMemberDef Tracker_members[] = {
     OBJECT(Tracker, steps), OBJECT(Tracker, running), OBJECT(Tracker, in_flight), OBJECT(Tracker, late),
@@ -416,6 +436,82 @@ elapsed(PyObject *events)
             token = name(object, &PyTuple_GET_ITEM(args[0], 0), PyTuple_GET_SIZE(args[0]));                \
         return token == OTHER_CASE ? call_method(object, s_##name, args, count) : token;                   \
     }
+
+/* -- the drafts of a request ------------------------------------------------------------------------------- */
+
+static int
+count_draft(DraftCounts *self, size_t drafted, size_t accepted)
+{
+    if (accepted >= self->size) {
+        size_t size = accepted < 10 ? 10 : 2 * accepted;
+        uint32_t *more = size == 10 ? self->few : PyMem_Calloc(size, sizeof(uint32_t));
+        if (more == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        for (size_t at = 0; at < self->size; at++)
+            more[at] = self->exactly[at];
+        if (self->exactly != self->few)
+            PyMem_Free(self->exactly);
+        self->exactly = more;
+        self->size = size;
+    }
+    self->drafted += drafted;
+    self->exactly[accepted]++;
+    return 0;
+}
+
+static PyObject *
+DraftCounts_count(PyObject *self, PyObject *args)
+{
+    Py_ssize_t drafted, accepted;
+    if (!PyArg_ParseTuple(args, "nn", &drafted, &accepted))
+        return NULL;
+    if (drafted < 0 || accepted < 0 || accepted >= INT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "numbers of tokens are not negative");
+        return NULL;
+    }
+    if (count_draft((DraftCounts *)self, (size_t)drafted, (size_t)accepted) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+DraftCounts_exactly(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    DraftCounts *self = (DraftCounts *)object;
+    PyObject *list = PyList_New((Py_ssize_t)self->size);
+    for (size_t at = 0; list != NULL && at < self->size; at++) {
+        PyObject *number = PyLong_FromUnsignedLong(self->exactly[at]);
+        if (number == NULL)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, (Py_ssize_t)at, number);
+    }
+    return list;
+}
+
+static void
+DraftCounts_dealloc(PyObject *object)
+{
+    DraftCounts *self = (DraftCounts *)object;
+    PyTypeObject *type = Py_TYPE(self);
+    if (self->exactly != self->few)
+        PyMem_Free(self->exactly);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef DraftCounts_members[] = {
+    {"drafted", T_ULONGLONG, offsetof(DraftCounts, drafted), READONLY, NULL}, END};
+static PyMethodDef DraftCounts_methods[] = {
+    {"count", DraftCounts_count, METH_VARARGS, "Count a draft of so many tokens, and how many were accepted."},
+    {"exactly", DraftCounts_exactly, METH_NOARGS, "How many drafts had 0, 1, ... accepted tokens."},
+    {NULL, NULL, 0, NULL}};
+static PyType_Slot DraftCounts_slots[] = {
+    {Py_tp_dealloc, DraftCounts_dealloc}, {Py_tp_members, DraftCounts_members}, {Py_tp_methods, DraftCounts_methods}, {0, NULL}};
+static PyType_Spec DraftCounts_spec = {"sgl_aspects.tracing.record.native.DraftCounts", sizeof(DraftCounts), 0,
+                                       Py_TPFLAGS_DEFAULT, DraftCounts_slots};
 
 /* -- a step: scheduled, launched, its result processed ----------------------------------------------------- */
 
@@ -493,8 +589,8 @@ decodes_again(StepPath *self, PyObject *batch, Py_ssize_t *tokens)
     *tokens = count != NULL && PyLong_CheckExact(count) ? PyLong_AsSsize_t(count) : -1;
     Py_XDECREF(count);
     int is_same = *tokens == self->size;
-    if (*tokens > self->size && !is_none(self->drafts_of)) {
-        PyObject *drafts = PyObject_GetAttr(batch, self->drafts_of);
+    if (*tokens > self->size) {
+        PyObject *drafts = attribute_of(batch, self->drafts_of);
         is_same = drafts != NULL && *tokens == self->size + tokens_in(drafts);
         Py_XDECREF(drafts);
     }
@@ -562,7 +658,11 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
         PyErr_Clear();
         return OTHER_CASE;
     }
+    /* Drafts are counted for requests, also where the step is not recorded. */
+    int counts = tokens != self->size && (is_none(self->requests) || !PyDict_CheckExact(self->requests) || PyDict_GET_SIZE(self->requests));
     if (!level || (level == 1 && !self->measures)) {
+        if (counts)
+            goto slow;
         tracker->schedule_start = 0;
         Py_RETURN_NONE;
     }
@@ -582,6 +682,8 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
         if (sample < SAMPLE_ALL && (id * 0x9E3779B9u & 0xFFFFFFFFu) >= sample)
             id = 0;
         if (!id && !self->measures) {
+            if (counts)
+                goto slow;
             tracker->schedule_start = 0;
             Py_RETURN_NONE;
         }
@@ -609,6 +711,7 @@ run_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     step->id = id;
     step->child = CHILD_RUN_BATCH;
     replace(&step->batch, batch);
+    replace(&step->drafts, tokens != self->size ? self->drafts : NULL);
     replace(&tracker->running, (PyObject *)step);
     return (PyObject *)step;
 slow:
@@ -653,6 +756,55 @@ slow:
     return call_method(object, s_run_exit, args, count);
 }
 
+/* The tokens of a request in a batch's result; -1 if it is not there. */
+static Py_ssize_t
+tokens_of(PyObject *rid, PyObject *rows, PyObject *row_of)
+{
+    PyObject *at = PyUnicode_CheckExact(rid) ? PyDict_GetItem(row_of, rid) : NULL;
+    Py_ssize_t row = at != NULL && PyLong_CheckExact(at) ? PyLong_AsSsize_t(at) : -1;
+    if (row < 0 || row >= PyList_GET_SIZE(rows) || !PyList_CheckExact(PyList_GET_ITEM(rows, row)))
+        return -1;
+    return PyList_GET_SIZE(PyList_GET_ITEM(rows, row));
+}
+
+/* Counts the drafts of a launched batch for its requests and its step; 0 with nothing changed in any other case, as
+   where a request may have left since. A row has the accepted tokens and one more. */
+static int
+count_drafts(StepPath *self, Step *step, uint64_t *words, PyObject *batch, PyObject *result)
+{
+    PyObject *drafts = attribute_of(batch, self->drafts_of), *unless = attribute_of(batch, self->drafts_unless);
+    PyObject *rows = attribute_of(result, self->drafts_rows), *row_of = attribute_of(result, self->drafts_row_of);
+    Py_ssize_t drafted = 0, accepted = 0;
+    int done = step->drafts != NULL && PyDict_CheckExact(step->drafts) && unless == Py_None && drafts != NULL && rows != NULL && row_of != NULL && PyList_CheckExact(rows)
+        && PyDict_CheckExact(row_of) && (uint64_t)tokens_in(drafts) + words[STEP_SIZE] == words[STEP_TOKENS];
+    for (int counts = 0; done && counts < 2; counts++) { /* first without changes */
+        PyObject *rid, *tokens, *id, *own;
+        Py_ssize_t at = 0, next = 0;
+        while (done && PyDict_Next(drafts, &at, &rid, &tokens)) {
+            do
+                done = PyDict_Next(step->drafts, &next, &id, &own);
+            while (done && id != rid);
+            Py_ssize_t length = done ? tokens_of(rid, rows, row_of) : -1;
+            done = length >= 0 && (own == Py_None || Py_IS_TYPE(own, counts_type));
+            if (!done || !counts || !length || !PyList_GET_SIZE(tokens))
+                continue;
+            drafted += PyList_GET_SIZE(tokens);
+            accepted += length - 1;
+            if (own != Py_None && count_draft((DraftCounts *)own, (size_t)PyList_GET_SIZE(tokens), (size_t)length - 1) < 0)
+                PyErr_Clear(); /* no memory for a longer list */
+        }
+    }
+    if (done && drafted) {
+        words[STEP_DRAFTED] = (uint64_t)drafted + 1;
+        words[STEP_ACCEPTED] = (uint64_t)accepted + 1;
+    }
+    Py_XDECREF(drafts);
+    Py_XDECREF(unless);
+    Py_XDECREF(rows);
+    Py_XDECREF(row_of);
+    return done;
+}
+
 static PyObject *
 process_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
@@ -677,9 +829,16 @@ process_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
             if (by_batch ? step->batch == args[self->processed_at] : step->result == args[self->result_at])
                 break;
         }
-    uint64_t *words = at == in_flight || !is_none(step->prefill) ? NULL : words_of(step);
+    uint64_t *words = at == in_flight || !is_none(step->prefill) || !step->is_recorded ? NULL : words_of(step);
     if (words == NULL)
         return OTHER_CASE;
+    if (!is_none(self->drafts_of) && (words[STEP_TOKENS] != words[STEP_SIZE] || !PyUnicode_CheckExact(self->drafts_of))) {
+        if (!count_drafts(self, step, words, args[self->processed_at], args[self->result_at]))
+            return OTHER_CASE;
+        Py_CLEAR(step->drafts);
+    }
+    if (!is_none(self->drafts_each))
+        replace(&step->verified, args[self->result_at]);
     take(tracker->in_flight, at);
     words[PROCESS_START] = now;
     step->child = CHILD_PROCESS_RESULT;
@@ -746,6 +905,37 @@ read_late(StepPath *self, Tracker *tracker)
     Py_RETURN_NONE;
 }
 
+/* Counts the drafts that a processed result shows: a list with the number of accepted tokens of each request, and
+   the width of each draft, one more than its tokens. 0 in another case, with nothing changed. */
+static int
+count_verified(StepPath *self, uint64_t *words, PyObject *result)
+{
+    PyObject *each = attribute_of(result, self->drafts_each), *width = NULL, *unless = NULL;
+    int done = each == Py_None;
+    if (each != NULL && PyList_CheckExact(each)) {
+        width = attribute_of(result, self->drafts_width);
+        unless = attribute_of(result, self->drafts_unless);
+        Py_ssize_t one = width != NULL && PyLong_CheckExact(width) ? PyLong_AsSsize_t(width) - 1 : -1, accepted = 0;
+        done = one >= 0 && (unless == Py_None || unless == NULL); /* versions before have no such attribute */
+        for (Py_ssize_t at = 0; done && at < PyList_GET_SIZE(each); at++) {
+            PyObject *right = PyList_GET_ITEM(each, at);
+            Py_ssize_t number = PyLong_CheckExact(right) ? PyLong_AsSsize_t(right) : -1;
+            done = number >= 0;
+            accepted += number;
+        }
+        if (done && one && PyList_GET_SIZE(each)) {
+            uint64_t drafted = (uint64_t)(one * PyList_GET_SIZE(each));
+            words[STEP_TOKENS] += words[STEP_TOKENS] ? drafted : 0;
+            words[STEP_DRAFTED] = drafted + 1;
+            words[STEP_ACCEPTED] = (uint64_t)accepted + 1;
+        }
+    }
+    Py_XDECREF(each);
+    Py_XDECREF(width);
+    Py_XDECREF(unless);
+    return done;
+}
+
 static PyObject *
 StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
@@ -765,6 +955,11 @@ StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     if (words == NULL || !step->is_recorded || !is_none(step->prefill) || !is_list(tracker->spare)
         || (!is_none(step->events) && (!is_list(tracker->late) || !is_list(tracker->spare_events))))
         goto slow;
+    if (!is_none(step->verified)) {
+        if (!count_verified(self, words, step->verified))
+            goto slow;
+        Py_CLEAR(step->verified);
+    }
     words[STEP_WAITING] = self->waiting;
     words[STEP_RUNNING] = self->running;
     words[STEP_KV_USAGE] = self->usage;
@@ -787,7 +982,8 @@ static PyMemberDef StepPath_members[] = {
     OBJECT(StepPath, tracker), OBJECT(StepPath, slots), OBJECT(StepPath, requests), OBJECT(StepPath, preempted), OBJECT(StepPath, busy), OBJECT(StepPath, mode), OBJECT(StepPath, reqs),
     OBJECT(StepPath, summary_source), OBJECT(StepPath, mode_source), OBJECT(StepPath, reqs_source), OBJECT(StepPath, number_source), OBJECT(StepPath, id_source),
     OBJECT(StepPath, repeat_of), OBJECT(StepPath, repeat_ids), OBJECT(StepPath, repeat_count), OBJECT(StepPath, repeat_unless), OBJECT(StepPath, decoding),
-    OBJECT(StepPath, drafts_of),
+    OBJECT(StepPath, drafts_of), OBJECT(StepPath, drafts_rows), OBJECT(StepPath, drafts_row_of), OBJECT(StepPath, drafts_each),
+    OBJECT(StepPath, drafts_width), OBJECT(StepPath, drafts_unless), OBJECT(StepPath, drafts),
     SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
     SIZE(StepPath, result_at), SIZE(StepPath, size), SIZE(StepPath, known), NUMBER(StepPath, read_ns), NUMBER(StepPath, waiting),
     NUMBER(StepPath, running), NUMBER(StepPath, usage), FLAG(StepPath, decodes), FLAG(StepPath, measures), END};
@@ -797,7 +993,7 @@ static PyMethodDef StepPath_methods[] = {
     FAST(StepPath, schedule_enter), FAST(StepPath, schedule_exit), FAST(StepPath, run_enter),
     FAST(StepPath, run_exit), FAST(StepPath, process_enter), FAST(StepPath, process_exit),
     {NULL, NULL, 0, NULL}};
-COLLECTED(StepPath, tracker, 18)
+COLLECTED(StepPath, tracker, 24)
 
 /* -- its forward pass -------------------------------------------------------------------------------------- */
 
@@ -1070,9 +1266,10 @@ PyInit__decode_path(void)
     step_kind.base = add_type(module, "Step", &Step_spec);
     tracker_kind.base = add_type(module, "Tracker", &Tracker_spec);
     mark_type = add_type(module, "Mark", &Mark_spec);
+    counts_type = add_type(module, "DraftCounts", &DraftCounts_spec);
     forward_type = add_type(module, "ForwardPath", &ForwardPath_spec);
     if (blocks_kind.base == NULL || slots_kind.base == NULL || step_kind.base == NULL || tracker_kind.base == NULL
-        || mark_type == NULL || add_type(module, "StepPath", &StepPath_spec) == NULL
+        || mark_type == NULL || counts_type == NULL || add_type(module, "StepPath", &StepPath_spec) == NULL
         || forward_type == NULL || add_type(module, "DraftPath", &DraftPath_spec) == NULL || add_watched_call(module) < 0
         || PyModule_AddIntMacro(module, CHECKSUM) < 0) { /* of the sources: see native/__init__.py */
         Py_DECREF(module);

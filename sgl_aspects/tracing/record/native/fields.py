@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,22 @@ class Fields:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+class DraftCounts:
+    """The drafts of a request."""
+
+    def __init__(self) -> None:
+        self.drafted, self._exactly = 0, Counter[int]()
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Count a draft of so many tokens, and how many were accepted."""
+        self.drafted += drafted
+        self._exactly[accepted] += 1
+
+    def exactly(self) -> list[int]:
+        """Return how many drafts had 0, 1, ... accepted tokens."""
+        return [self._exactly[number] for number in range(max(self._exactly, default=-1) + 1)]
 
 
 class Blocks(Fields):

@@ -30,6 +30,8 @@
 #define STEP_DEVICE_TIME 20ull
 #define STEP_GRAPH 21ull
 #define STEP_DEVICE_NAME 22ull
+#define STEP_DRAFTED 24ull
+#define STEP_ACCEPTED 25ull
 #define CHILD_RUN_BATCH 2ull
 #define CHILD_FORWARD 3ull
 #define CHILD_PROCESS_RESULT 5ull
