@@ -43,10 +43,12 @@ from sgl_aspects.weaving.attributes import (
 from sgl_aspects.weaving.chain import calls_original
 from sgl_aspects.weaving.functions import (
     CALLED_AS_BOUND,
+    REMADE,
     Binding,
     WovenFunction,
     WovenProxy,
     bound,
+    is_woven,
     passing_on,
 )
 
@@ -109,8 +111,9 @@ class Slot:
     def _stand(self, occupants: dict[str, Any]) -> None:
         owner, name = self._place.owner, self._place.name
         inherits = self._place.inherited
-        parts = occupants if inherits and not occupants else OwnDict(self._rebound_parts(), **occupants)
-        wanted = rebuild(self._place, parts) if parts else self.original
+        rebound = {} if inherits and not occupants else self._rebound_parts()
+        parts = OwnDict(rebound, **occupants)
+        wanted = rebuild(self._place, parts, rebound=bool(rebound)) if parts else self.original
         present = current(owner, name)
         if self.superseded or present is not self.expected:
             logger.info("%s: another patch is there; it is left in place", self._place)
@@ -371,13 +374,16 @@ def _initialise(self: Any, /, *args: Any, **kwargs: Any) -> None:
 # -- rebuilding --------------------------------------------------------------------------------------------
 
 
-def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
-    """Return the attribute at ``place`` around the callables ``woven``, by part: "" but for properties."""
+def rebuild(place: AttributeReference, woven: Mapping[str, Any], *, rebound: bool = False) -> Any:
+    """Return the attribute at ``place`` around the callables ``woven``, by part: "" but for properties.
+
+    :param rebound: some of them are there by rebinding, which will replace what this returns.
+    """
     raw, owner = place.raw, place.owner
     if is_a(raw, property):
         functions = {name: getattr(raw, name) for name in PROPERTY_PARTS}
         functions.update({part or "fget": function for part, function in woven.items()})
-        return _rebuilt(raw, *functions.values())
+        return _with_functions(raw, *functions.values()) if rebound else _rebuilt(raw, *functions.values())
     if not place.binds_to_owner:
         within, decorated = _in_classmethod(raw), _decorated(place)
         if within is not None:
@@ -396,21 +402,41 @@ def _kind_of(raw: Any) -> type | None:
     return next((kind for kind in (property, staticmethod, classmethod) if is_a(raw, kind)), None)
 
 
-_REMADE_FROM = "__sgl_aspects_remade_from__"
-
-
 def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
     """Return a descriptor of the same type around new functions; the earlier one that had the same."""
-    parts = PROPERTY_PARTS if is_a(descriptor, property) else ("__func__",)
-    wanted = [new(getattr(descriptor, part)) for part in parts]
-    earlier = namespace(descriptor).get(_REMADE_FROM, {}).get("origin")
-    for known in (descriptor, earlier):
-        if known is not None and all(getattr(known, part) is one for part, one in zip(parts, wanted)):
+    return _with_functions(descriptor, *(new(getattr(descriptor, part)) for part in _parts_of(descriptor)))
+
+
+def _with_functions(descriptor: Any, *functions: Any) -> Any:
+    notes = [note for memory in _memories(descriptor) for note in memory.get(REMADE, {}).values()]
+    origin = next((note["origin"] for note in notes if note["remade"] is descriptor), descriptor)
+    for known in (descriptor, origin):
+        if all(getattr(known, part) is one for part, one in zip(_parts_of(known), functions)):
             return known
-    anew = _rebuilt(descriptor, *wanted)
-    if not is_a(descriptor, property):
-        anew.__dict__[_REMADE_FROM] = OwnDict(origin=descriptor)
+    anew = _rebuilt(descriptor, *functions)
+    for memory in _memories(anew):
+        memory.setdefault(REMADE, OwnDict())[id(origin)] = OwnDict(origin=origin, remade=anew)
     return anew
+
+
+def forget_origin(descriptor: Any) -> None:
+    """Forget what ``descriptor`` was remade from: its join point knows its original."""
+    for memory in _memories(descriptor):
+        notes = memory.get(REMADE, {})
+        for key in [key for key, note in notes.items() if note["remade"] is descriptor]:
+            del notes[key]
+
+
+def _parts_of(descriptor: Any) -> tuple[str, ...]:
+    return PROPERTY_PARTS if is_a(descriptor, property) else ("__func__",)
+
+
+def _memories(descriptor: Any) -> list[dict[str, Any]]:
+    """Return the attributes where it is noted what it was remade from: a property's are its functions'."""
+    if not is_a(descriptor, property):
+        return [descriptor.__dict__]
+    functions = [getattr(descriptor, part) for part in PROPERTY_PARTS]
+    return [one.__dict__ for one in functions if is_a(one, types.FunctionType) and is_woven(one)]
 
 
 def _rebuilt(descriptor: Any, *functions: Any, changed: Mapping[int, Any] = MappingProxyType({})) -> Any:

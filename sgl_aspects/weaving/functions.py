@@ -225,6 +225,11 @@ def are_constants(values: tuple[Any, ...]) -> bool:
     return any(type(value) is _Calls for value in values)
 
 
+def is_woven(function: types.FunctionType) -> bool:
+    """Return whether it is a woven function."""
+    return are_constants(function.__code__.co_consts)
+
+
 def _hashable(constant: Any) -> Any:
     """Return ``constant``, or a partial that calls it: debuggers hash the code of functions."""
     try:
@@ -260,7 +265,8 @@ _ATTRIBUTES = (
 
 
 _KEPT = "__sgl_aspects_released__"
-_OWN = {"__wrapped__", _KEPT}
+REMADE = "__sgl_aspects_remade__"
+_OWN = {"__wrapped__", _KEPT, REMADE}
 
 
 def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> None:

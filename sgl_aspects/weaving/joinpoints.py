@@ -22,11 +22,12 @@ from sgl_aspects.weaving.attributes import (
     derives,
     holds,
     inherited,
+    is_a,
     is_class,
     namespace,
 )
 from sgl_aspects.weaving.chain import build_chain
-from sgl_aspects.weaving.descriptors import C_CALLABLES, Slot, callable_in, opened
+from sgl_aspects.weaving.descriptors import C_CALLABLES, Slot, callable_in, forget_origin, opened
 from sgl_aspects.weaving.functions import WovenFunction
 from sgl_aspects.weaving.hooks import Advice, FunctionKind, HookType, innermost_first
 from sgl_aspects.weaving.rebinding import Pair, Stale
@@ -454,6 +455,8 @@ class JoinPoints:
         if point is not None and point.standing is old:
             point.slot.standing = new
             self._by_object[id(new)] = point
+            if is_a(new, property):
+                forget_origin(new)
 
     def displaced(self) -> list[JoinPoint]:
         """Return the points that another patch covers."""

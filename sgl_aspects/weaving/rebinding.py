@@ -303,7 +303,7 @@ class _Collected:
     def __init__(self, pairs: Iterable[Pair], remade: Callable[[Any, Any], None]) -> None:
         self._remade = remade
         self.pairs = {id(pair.old): pair for pair in pairs}
-        self.kept: frozenset[Any] = frozenset().union(*(pair.exclude for pair in self.pairs.values()))
+        self._referrer = 0  # the id of the one that is changed: it may be excluded from some pairs
         self.stale: list[Stale] = []
 
     def rebind(self) -> list[Stale]:
@@ -315,17 +315,19 @@ class _Collected:
 
     def _round(self) -> list[Pair]:
         olds = [pair.old for pair in self.pairs.values()]
-        found = [one for one in referrers(olds) if id(one) not in self.kept and not _is_ours(one)]
+        found = [one for one in referrers(olds) if not _is_ours(one)]
         owners = self._owners([one for one in found if is_a(one, tuple) or _is_namespace(one)], found)
         anew: list[Pair] = []
         dependent: list[Any] = []
+        kept: Exclusions = frozenset().union(*(pair.exclude for pair in self.pairs.values()))
         for referrer in found:
+            self._referrer = id(referrer)
             owned_by = owners.get(id(referrer), [])
             if is_a(referrer, types.MethodType):
-                anew += self._bound_anew(referrer)
+                anew += self._bound_anew(referrer, kept)
             elif is_a(referrer, (staticmethod, classmethod, property)):
                 remade = descriptor_anew(referrer, self._new)
-                anew += [Pair(referrer, remade, exclude=self.kept)] if remade is not referrer else []
+                anew += [Pair(referrer, remade, exclude=kept)] if remade is not referrer else []
             elif is_a(referrer, types.FrameType):
                 if referrer.f_code.co_flags & SUSPENDS:  # Python 3.10, instead of the generator
                     self._report(gc.get_referents(referrer), f"a generator ({referrer.f_code.co_name})")
@@ -339,6 +341,7 @@ class _Collected:
                     self._report(held, f"{_described(referrer)}: {error!r}")
         holders = referrers(dependent) if dependent else []
         for instance in dependent:
+            self._referrer = id(instance)
             self._replace_in_hashed(instance, holders)
         return anew
 
@@ -357,8 +360,8 @@ class _Collected:
         if is_a(referrer, dict):
             classes = [*filter(is_class, owners)] or _classes_in_c(referrer)
             for cls in classes:
-                if id(cls) not in self.kept:
-                    _replace_in_class(cls, self._new)
+                self._referrer = id(cls)
+                _replace_in_class(cls, self._new)
             if classes:
                 return
             for owner in owners:
@@ -368,7 +371,7 @@ class _Collected:
                 is_own = is_a(owner, types.FunctionType) and owner.__kwdefaults__ is referrer
                 if is_own and self._new(owner) is not owner:
                     return  # a function gets itself, to change its own code, as networkx's decorators do
-        if is_a(referrer, tuple):
+        if is_a(referrer, tuple) and any(self._new(value) is not value for value in tuple.__iter__(referrer)):
             _replace_attributes(referrer, self._new)
             accounted = _replace_tuple(referrer, owners, self._new)
             if accounted < len(owners) or not owners:
@@ -381,11 +384,11 @@ class _Collected:
         if is_a(referrer, dict):
             self._report(list(dict.keys(referrer)), f"a key of a dictionary of {len(referrer)} entries")
 
-    def _bound_anew(self, method: types.MethodType) -> list[Pair]:
+    def _bound_anew(self, method: types.MethodType, kept: Exclusions) -> list[Pair]:
         """Pair a bound method, which is immutable, with one of the new function bound to the same object."""
         function, subject = self._new(method.__func__, method.__self__), method.__self__
         if function is not method.__func__:
-            return [Pair(method, types.MethodType(function, subject), exclude=self.kept)]
+            return [Pair(method, types.MethodType(function, subject), exclude=kept)]
         self._report([subject], f"the bound method {method.__func__.__qualname__}")
         return []
 
@@ -394,7 +397,7 @@ class _Collected:
     def _new(self, value: Any, bound_to: Any = None) -> Any:
         """Return the replacement of ``value``; ``value`` itself if it is not an old object."""
         pair = self.pairs.get(id(value))
-        if pair is None or pair.old is not value:
+        if pair is None or pair.old is not value or self._referrer in pair.exclude:
             return value
         return pair.new if _concerns(pair.only_bound_to, bound_to) else value
 

@@ -1,0 +1,50 @@
+"""Properties whose functions are those of others, too: setters of a subclass with the getter of its base."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import sgl_aspects as aspects
+from tests.support.woven_modules import around, hooked, module_of
+
+PROPERTY_OF_A_SUBCLASS = """
+class Account:
+    @property
+    def balance(self): return 1
+class Sub(Account):
+    @Account.balance.setter
+    def balance(self, value): self.value = value
+"""
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_a_property_that_has_its_getter_of_a_base_comes_back(order: tuple[int, ...]) -> None:
+    with module_of(PROPERTY_OF_A_SUBCLASS) as module:
+        before = (vars(module.Account)["balance"], vars(module.Sub)["balance"])
+        targets = ["engine:Account.balance", "engine:Sub.balance.fset", "engine:Account.balance"]
+        handles = [aspects.weave(around(targets[index], hooked)) for index in order]
+        assert module.Sub().balance == ("hooked", ("hooked", 1))
+        for handle in handles:
+            handle.remove()
+        assert vars(module.Account)["balance"] is before[0]
+        assert vars(module.Sub)["balance"] is before[1]
+        assert not [name for name in vars(before[0].fget) if "sgl_aspects" in name]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_parts_of_properties_that_share_a_function_are_hooked_at_once(order: int) -> None:
+    with module_of(PROPERTY_OF_A_SUBCLASS) as module:
+        held = [module.Sub.balance.fset]  # so that hooks look for what refers to it
+        before = (vars(module.Account)["balance"], vars(module.Sub)["balance"])
+        targets = ["engine:Account.balance", "engine:Sub.balance.fset"][::order]
+        handle = aspects.weave(*(around(target, hooked) for target in targets))
+        assert module.Sub().balance == module.Account().balance == ("hooked", 1)
+        assert held[0](module.Sub(), 2) == ("hooked", None)
+        handle.disable()
+        assert (vars(module.Account)["balance"], vars(module.Sub)["balance"]) == before
+        handle.enable()
+        assert module.Sub().balance == ("hooked", 1)
+        handle.remove()
+        assert (vars(module.Account)["balance"], vars(module.Sub)["balance"]) == before
