@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: This number of programs, each with few tokens, keeps a device of about 130 multiprocessors reading.
 _PROGRAMS = 1024
-_MAX_SPLITS = 16
+_MAX_SPLITS = 32
 #: Tokens that a program processes together, and heads of a group.
 _BLOCK_TOKENS = 16
 _BLOCK_HEADS = 16

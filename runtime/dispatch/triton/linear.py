@@ -43,9 +43,8 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     arguments = (x.contiguous(), weight, weight if bias is None else bias, output)
     options = {"INNER": inner, "HAS_BIAS": bias is not None, **overlapping()}
     if tokens == 1:  # without the matrix units: whole steps are a tenth faster than with the other kernel
-        options |= {"BLOCK_OUTER": 2, "BLOCK_INNER": min(2048, triton.next_power_of_2(inner))}
-        warps = 8 if inner > 4096 else 4
-        _row_times_weight[(triton.cdiv(outer, 2),)](*arguments, outer, num_warps=warps, **options)
+        options |= {"BLOCK_OUTER": 2, "BLOCK_INNER": min(1024, triton.next_power_of_2(inner))}
+        _row_times_weight[(triton.cdiv(outer, 2),)](*arguments, outer, num_warps=4, **options)
         return output
     count = triton.cdiv(outer, _BLOCK_OUTER)
     splits = 1 if count >= _PROGRAMS else 4
