@@ -101,11 +101,14 @@ class Communicator:
 
     def share(self, size: int, what: str) -> int:
         """Return one rank's part of ``size``; ConfigError if it cannot be divided evenly."""
-        if size % self.world_size:
-            raise ConfigError(
-                f"tp_size={self.world_size} does not divide {what} ({size}): choose a tp_size that does"
-            )
-        return size // self.world_size
+        return share_of(size, self.world_size, what)
+
+
+def share_of(size: int, ranks: int, what: str) -> int:
+    """Return one of ``ranks`` equal parts of ``size``; ConfigError if it cannot be divided evenly."""
+    if size % ranks:
+        raise ConfigError(f"tp_size={ranks} does not divide {what} ({size}): choose a tp_size that does")
+    return size // ranks
 
 
 class TorchCommunicator(Communicator):

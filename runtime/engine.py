@@ -22,6 +22,7 @@ from typing import Any, overload
 from sgl_aspects.errors import ConfigError, EngineError, InvalidRequestError
 from sgl_aspects.plugins import load_plugins
 from sgl_aspects.runtime.checks import is_integer
+from sgl_aspects.runtime.communicator import share_of
 from sgl_aspects.runtime.frontend.manager import Counters, RequestManager
 from sgl_aspects.runtime.frontend.request import (
     GenerateRequest,
@@ -55,6 +56,7 @@ class Engine:
         checkpoint = open_checkpoint(str(args.model_path))  # before torch is loaded, to find a wrong path
         self.server_args = args = with_platform_defaults(args)
         config = checkpoint.config
+        share_of(config.num_heads, args.tp_size, "the attention heads")  # before any process is started
         link = SchedulerLink(args)
         # The scheduler ends with its engine: at shutdown, garbage collection, or the end of the program, and
         # there before multiprocessing waits for the processes that are left.

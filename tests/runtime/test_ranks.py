@@ -115,8 +115,7 @@ def test_new_weights_reach_all_ranks_or_none(tmp_path: Path) -> None:
         assert outputs(engine, prompts) == expected[1]
 
 
-@pytest.mark.slow
-def test_a_model_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_cut_is_refused_before_processes_start(tmp_path: Path) -> None:
     make_model(tmp_path, "llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
-    with pytest.raises(ConfigError, match=r"tp_size=2 does not divide the attention heads \(3\)"):
-        Engine(model_path=tmp_path, tp_size=2, max_total_tokens=1024)
+    with pytest.raises(ConfigError, match=r"tp_size=99 does not divide the attention heads \(3\)"):
+        Engine(model_path=tmp_path, tp_size=99, max_total_tokens=1024, startup_timeout=1)

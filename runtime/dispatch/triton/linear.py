@@ -48,9 +48,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         return output
     count = triton.cdiv(outer, _BLOCK_OUTER)
     splits = 1 if count >= _PROGRAMS else 4
-    parts = output
-    if splits > 1:
-        parts = torch.empty(splits, outer, SKINNY_TOKENS, dtype=torch.float32, device=x.device)
+    parts = x.new_empty(splits, outer, SKINNY_TOKENS, dtype=torch.float32) if splits > 1 else output
     options |= {"BLOCK_TOKENS": SKINNY_TOKENS, "BLOCK_OUTER": _BLOCK_OUTER, "SPLITS": splits}
     options |= {"BLOCK_INNER": 128 if inner <= 4096 else 256, "num_warps": 4, "num_stages": 3}
     _rows_times_weight[(count, splits)](*arguments, parts, _arrivals(x.device), outer, tokens, **options)
