@@ -82,15 +82,15 @@ def unfollowed(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
-def read_small(path: Path) -> bytes:
-    """Read the beginning of a file in a folder of any user: 4 KiB at most, of a file that is not a link.
+def read_small(path: Path, most: int = _SMALL) -> bytes:
+    """Read the beginning of a file in a folder of any user: ``most`` bytes of a file that is not a link.
 
     :raises OSError: there is no such file, or it cannot be read.
     """
     with open(path, "rb", opener=unfollowed) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a file", str(path))
-        return file.read(_SMALL)
+        return file.read(most)
 
 
 def lock_holder(descriptor: int, byte: int = 0) -> int | None:

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
@@ -34,6 +34,7 @@ logger = logging.getLogger("sgl_aspects")
 VARIABLE = "SGL_ASPECTS_REPORT"
 SUFFIX = ".hooks.json"
 _ANSWER_SECONDS = 20.0
+_Record = TypeVar("_Record")
 _writer: _Writer | None = None
 #: The plugins that failed in this process, each with its error.
 failed_plugins: dict[str, str] = {}
@@ -147,22 +148,35 @@ def read_all(folder: str | Path) -> Iterator[ProcessReport]:
     for file in files:
         try:
             with open(file, encoding="utf-8", opener=unfollowed) as opened:
-                yield _decoded(json.load(opened))
+                yield _checked(_decoded(json.load(opened)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{file} is not a report of this version: {error!r}; delete it") from error
 
 
 def _decoded(values: dict[str, Any]) -> ProcessReport:
     report = values["report"]
-    hooks = tuple(_decoded_hook(hook) for hook in report["hooks"])
-    stale = tuple(Stale(**entry) for entry in report["stale"])
+    hooks = tuple(_checked(_decoded_hook(hook)) for hook in report["hooks"])
+    stale = tuple(_checked(Stale(**entry)) for entry in report["stale"])
     return ProcessReport(
         values["process_id"],
         values["command"],
         values["ended"],
-        Report(hooks, stale, tuple(report["displaced"])),
+        _checked(Report(hooks, stale, tuple(report["displaced"]))),
         dict(values.get("failed_plugins", {})),
     )
+
+
+def _checked(record: _Record) -> _Record:
+    """:raises TypeError: a value is not of its field's type."""
+    for name, kind in get_type_hints(type(record)).items():
+        value = getattr(record, name)
+        if get_origin(kind) is tuple:
+            is_right = all(isinstance(one, get_args(kind)[0]) for one in value)
+        else:
+            is_right = isinstance(value, Mapping if get_origin(kind) is Mapping else kind)
+        if not is_right:
+            raise TypeError(f"{name} is {value!r}")
+    return record
 
 
 def _decoded_hook(values: dict[str, Any]) -> HookReport:
@@ -172,7 +186,7 @@ def _decoded_hook(values: dict[str, Any]) -> HookReport:
             **values,
             "hook_type": HookType[values["hook_type"].rpartition(".")[2]],
             "state": State(values["state"].rpartition(".")[2].lower()),
-            "source": HookSource(*source) if source else None,
+            "source": _checked(HookSource(*source)) if source else None,
             "places": tuple(values["places"]),
         }
     )

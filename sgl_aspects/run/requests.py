@@ -36,6 +36,7 @@ Carrier = Callable[[Path, Callable[[], bool]], float]
 CONTROL_VARIABLE = "SGL_ASPECTS_OP_CONTROL"
 _START_SECONDS = 10.0
 _SIGNAL_SECONDS = 1.0
+_LONGEST_ANSWER = 64 << 20  # bytes
 _SUFFIXES = (".request", ".py", f".py{prepared.FAILED}", ".taken", ".answer")
 
 
@@ -201,11 +202,18 @@ class Request:
         return carrier(script, has_begun)
 
     def read(self) -> dict[str, Any] | None:
-        """Return the latest answer; None if there is none yet."""
-        with contextlib.suppress(FileNotFoundError):
-            values: dict[str, Any] = json.loads(self.taken.with_suffix(".answer").read_text())
-            return values
-        return None
+        """Return the latest answer; None if there is none yet.
+
+        :raises AttachError: what the process has put there is no answer.
+        """
+        path = self.taken.with_suffix(".answer")
+        try:
+            values: dict[str, Any] = json.loads(read_small(path, _LONGEST_ANSWER))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise AttachError(f"process {self.process_id} has given no answer: {path}: {error}") from error
+        return values
 
     def answer(self, is_alive: Callable[[], bool], seconds: float) -> dict[str, Any]:
         """Wait for the answer; its ``error`` is what was raised.
@@ -219,7 +227,7 @@ class Request:
                 return values
             if not is_alive():
                 raise AttachError(f"{process} ended meanwhile")
-            thread = self.taken.read_text()
+            thread = read_small(self.taken).decode(errors="replace")
             ours = Path(f"/proc/{self.process_id}/task/{thread}")
             if thread.isdecimal() and not ours.exists() and not answer.exists():
                 raise AttachError(f"{process} has given no answer: the injected thread has ended")

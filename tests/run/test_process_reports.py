@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sgl_aspects as aspects
+from sgl_aspects.cli.main import main
+from sgl_aspects.run.process_reports import ProcessReport
 
 
 def test_a_report_has_no_option_of_the_command(tmp_path: Path) -> None:
@@ -15,3 +24,51 @@ def test_a_report_has_no_option_of_the_command(tmp_path: Path) -> None:
     texts = [file.read_text() for file in tmp_path.iterdir()]
     assert any("hello" in text for text in texts)
     assert not any("secret" in text for text in texts)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> dict[str, Any]:
+    """The content of a report, with one hook."""
+    with aspects.woven(aspects.before("os:getcwd")(lambda: None)):
+        found = ProcessReport(os.getpid(), "python", True, aspects.report(), {})
+    values: dict[str, Any] = json.loads(json.dumps(found.as_dict(), default=str))
+    values["report"]["stale"] = [{"target": "os:getcwd", "holder": "a tuple"}]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("process_id",), "none"),
+        (("command",), 5),
+        (("failed_plugins",), 5),
+        (("report", "displaced"), [5]),
+        (("report", "hooks", 0, "calls"), "many"),
+        (("report", "hooks", 0, "detail"), 5),
+        (("report", "hooks", 0, "places"), [[]]),
+        (("report", "hooks", 0, "source"), [5, "a"]),
+        (("report", "stale", 0, "holder"), None),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_an_error_that_names_the_file(
+    path: tuple[Any, ...],
+    value: Any,
+    report: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "0-1.hooks.json"
+    file.write_text(json.dumps(report))
+    assert main(["hooks", "--from", str(tmp_path)]) == 0
+    assert "os:getcwd" in capsys.readouterr().out
+    inner: Any = report
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = value
+    file.write_text(json.dumps(report))
+    assert main(["hooks", "--from", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{file} is not a report of this version" in said
+    assert "delete it" in said
+    assert "Traceback" not in said

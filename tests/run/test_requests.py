@@ -218,3 +218,14 @@ def test_why_a_process_cannot_begin_is_not_waited_for(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="not a file"):
         request.carry(carry)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, Path.touch], ids=["pipe", "folder", "empty"])
+def test_what_is_no_answer_is_neither_waited_for_nor_a_traceback(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    request = Request(tmp_path, os.getpid(), "asked:answer", {})
+    make(request.taken.with_suffix(".answer"))
+    with pytest.raises(AttachError, match=rf"process {os.getpid()} has given no answer: .*\.answer"):
+        request.read()
