@@ -399,7 +399,7 @@ class Weaver:
         for advice, fault in refused.items():
             # Subclasses of C types, which cannot be hooked, are found when their modules have loaded.
             if not advice.points and advice in self._advices:
-                advice.fail(fault, strict=strict)
+                advice.fail(fault, strict=strict and not advice.target.module_patterns)
         return points
 
     def _refuse(self, point: JoinPoint, error: Exception, refused: dict[Advice, HookError]) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import sgl_aspects as aspects
-from tests.support.woven_modules import around, module_of
+from sgl_aspects.errors import HookError
+from sgl_aspects.weaving import State
+from tests.support.woven_modules import around, hooked, module_of
 
 SOURCE = """
 import collections, re
@@ -50,3 +52,15 @@ def test_a_hook_on_a_method_of_a_c_type_leaves_the_type_alone(target: str, kind:
             assert module.holders[1] is module.table
         assert vars(kind)[name] is before
         assert aspects.report().hooks == ()
+
+
+def test_a_pattern_waits_for_further_modules_where_those_loaded_have_only_c_types() -> None:
+    handle = aspects.weave(around("itertools.**:chain*.*", hooked))
+    assert handle.states == (State.FAILED,)
+    with module_of("class chained:\n    def m(self): return 'm'", "itertools.further") as module:
+        aspects.HookRegistry.apply_hooks()
+        assert handle.states == (State.WOVEN,)
+        assert module.chained().m() == ("hooked", "m")
+        handle.remove()
+        with pytest.raises(HookError, match="immutable type"):  # no other module can help
+            aspects.weave(around("itertools:chain.*", hooked))
