@@ -343,6 +343,8 @@ SGLANG = Engine(
         "request.stop_sequences": _stop,
         "request.output_type": lambda request: "json" if _sampling("json_schema")(request) else None,
         "http.path": "url.path",
+        # Over gRPC, headers that can only be asked for by name.
+        "http.headers": lambda http: getattr(http.headers, "_data", http.headers),
         "http.scope": "scope",
         "manager.model": "served_model_name",
         "manager.description": lambda manager: processes.description(manager.server_args),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,6 +87,8 @@ class ServingObserver:
         self._rids = reader("request.rids")
         self._awaiting, self._adapter = call("await_adapter", "request"), reader("request.model")
         self._templating, self._scope = call("apply_template", "http"), reader("http.scope")
+        #: Uses of a chat template under another HTTP server than uvicorn, which gives no exchange.
+        self._templated: weakref.WeakKeyDictionary[Any, list[Part]] = weakref.WeakKeyDictionary()
         self._is_probe = reader("request.is_probe")
         self._is_single = reader("request.is_single")
         self._received_ns = reader("request.received_ns")
@@ -216,8 +219,7 @@ class ServingObserver:
             start_ns = self._received_ns(request) or serving.start_ns
         headers = self._http_headers(http or exchange)
         path = self._path(http) if http is not None else exchange.path if exchange is not None else ""
-        is_chat = exchange is not None and exchange.templated
-        operation = operation_of(path) or ("chat" if is_chat else None)
+        operation = operation_of(path or "") or ("chat" if self._templates(serving) else None)
         return self._calls.begin(
             request, serving.manager, start_ns, headers=headers, operation=operation, origin=origin
         )
@@ -236,9 +238,14 @@ class ServingObserver:
         tokenized = serving.tokenized or (exchange.tokenized if exchange is not None else [])
         if tokenized:
             self._calls.add_part(call, TOKENIZE, tokenized.pop(0))
-        if exchange is not None and exchange.templated:
-            self._calls.add_part(call, TEMPLATE, exchange.templated.pop(0))
+        if templated := self._templates(serving):
+            self._calls.add_part(call, TEMPLATE, templated.pop(0))
         return call
+
+    def _templates(self, serving: _Serving) -> list[Part]:
+        if serving.exchange is not None:
+            return serving.exchange.templated
+        return self._templated.get(serving.http, []) if serving.http is not None else []
 
     def _begin_enter(self, role: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         read = self._begun[role]
@@ -274,15 +281,17 @@ class ServingObserver:
             self._calls.add_part(call, WAIT_FOR_ADAPTER, part)
 
     def _template_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        exchange = current_exchange.get()
-        if exchange is None:
-            exchange = open_exchanges.get(id(self._scope(self._templating(args, kwargs))))
-        return (exchange, monotonic_ns()) if exchange is not None and self._recorder.level else None
+        http = self._templating(args, kwargs)
+        exchange = current_exchange.get() or open_exchanges.get(id(self._scope(http)))
+        if not self._recorder.level or (exchange is None and http is None):
+            return None
+        templated = self._templated.setdefault(http, []) if exchange is None else exchange.templated
+        return templated, monotonic_ns()
 
     def _template_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is not None:
-            exchange, start_ns = token
-            exchange.templated.append((start_ns, monotonic_ns(), (), error_type(error)))
+            templated, start_ns = token
+            templated.append((start_ns, monotonic_ns(), (), error_type(error)))
 
     def _prompt_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = _serving.get() or current_exchange.get()

@@ -19,8 +19,11 @@ pytest.importorskip("sglang")
 from tests.support.callers import Requests, by_trace, parent, trace_id
 from tests.support.otlp_receiver import Receiver
 from tests.support.phases import engine_receiver, run_prefix
+from tests.support.processes import free_port
 from tests.support.sglang_models import make_mini
 from tests.support.sglang_server import Server, serve
+
+grpc = pytest.importorskip("grpc")
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -29,7 +32,7 @@ CHUNK, MEMORY = 32, 900
 #: priority; those that a pause interrupts.
 LONG, BESIDE, MANY, DISPLACED, PAUSED = 1, range(10, 26), range(30, 35), (40, 41), range(50, 53)
 #: Answers of other interfaces, and a request whose grammar is none.
-RESPONSE, MESSAGE, UNGRAMMATICAL = 60, 61, 62
+RESPONSE, MESSAGE, UNGRAMMATICAL, BY_GRPC = 60, 61, 62, 63
 
 
 @dataclass
@@ -64,6 +67,23 @@ def stream_response(server: Server, number: int) -> tuple[str, float]:
     return found, first
 
 
+def chat_by_grpc(port: int, number: int) -> dict[str, Any]:
+    """Return the answer to a chat over SGLang's own gRPC server, whose messages wrap OpenAI's."""
+
+    def field(tag: int, content: bytes) -> bytes:
+        return bytes([tag << 3 | 2, len(content) & 127 | 128, len(content) >> 7]) + content
+
+    body = {"model": "mini", "max_tokens": 4, "messages": [{"role": "user", "content": "tell me"}]}
+    (header,) = parent(number).items()
+    message = field(1, json.dumps(body).encode())
+    message += field(2, b"".join(field(1 + index, part.encode()) for index, part in enumerate(header)))
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        method = channel.unary_stream("/sglang.runtime.v1.SglangService/ChatComplete")
+        answer = b"".join(method(message, timeout=120))
+    found: dict[str, Any] = json.loads(answer[answer.index(b"{") : answer.rindex(b"}") + 1])
+    return found
+
+
 def drive(server: Server, receiver: Receiver) -> None:
     generate(server, LONG, 100, 4)
     with ThreadPoolExecutor(16) as pool:
@@ -92,7 +112,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
     with engine_receiver() as receiver:
         more = ["--chunked-prefill-size", str(CHUNK), "--enable-mixed-chunk"]
-        more += ["--max-total-tokens", str(MEMORY)]
+        more += ["--max-total-tokens", str(MEMORY), "--grpc-port", str(grpc_port := free_port())]
         more += ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "2"]
         # SGLang preempts now and then as if there were no memory left.
         forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "50"}
@@ -111,8 +131,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             message_id = server.post("/v1/messages", whole, parent(MESSAGE))["id"]
             bad = {"text": "x", "sampling_params": {"max_new_tokens": 4, "ebnf": "root ::= ((("}}
             server.post("/generate", bad, parent(UNGRAMMATICAL), status=400)
-        receiver.wait_for(lambda spans: trace_id(UNGRAMMATICAL) in {span.trace_id for span in spans})
-        ids = {RESPONSE: response_id, MESSAGE: message_id}
+            by_grpc = chat_by_grpc(grpc_port, BY_GRPC)
+        receiver.wait_for(
+            lambda spans: {trace_id(UNGRAMMATICAL), trace_id(BY_GRPC)} <= {span.trace_id for span in spans}
+        )
+        ids = {RESPONSE: response_id, MESSAGE: message_id, BY_GRPC: by_grpc["id"]}
         yield Run(receiver, by_trace(receiver.spans), ids, first_text)
 
 
@@ -158,9 +181,16 @@ def test_a_paused_request_waits_in_the_queue(run: Run) -> None:
         assert max(waits) > 0.9e9
 
 
-@pytest.mark.parametrize("number", [RESPONSE, MESSAGE])
+@pytest.mark.parametrize("number", [RESPONSE, MESSAGE, BY_GRPC])
 def test_an_answers_id_is_the_one_that_its_client_got(run: Run, number: int) -> None:
     assert run.root(number).attributes["gen_ai.response.id"] == run.ids[number]
+
+
+def test_a_chat_over_grpc_is_a_request_of_its_caller(run: Run) -> None:
+    phases = ["queue", "prefill", "decode"]
+    assert run.root(BY_GRPC).name == "chat mini"
+    assert [span.name for span in run.of(BY_GRPC) if span.name in phases] == phases
+    assert len(run.spans(BY_GRPC, "chat_template")) == 1
 
 
 def test_a_streamed_response_begins_with_its_text(run: Run) -> None:
