@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -23,7 +23,6 @@ from sgl_aspects.tracing.collect.waiting import Waiting
 from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, RootContext
 from sgl_aspects.tracing.records import (
     UNFINISHED,
-    AttributeValue,
     ProcessDescribed,
     Record,
     RequestBegin,
@@ -58,10 +57,9 @@ _FIRST_TOKEN = schema.TIME_TO_FIRST_TOKEN
 _NO_TYPE = SpanType("")
 _INTERNAL = SpanKind.INTERNAL
 _new: Any = tuple.__new__
-_NO_ATTRIBUTES: Mapping[str, AttributeValue] = {}
 
 # Arguments of Joiner._emit_span.
-_Arguments: TypeAlias = "tuple[Writer, SpanEnd, Root, int, bool, SpanKind, str, Mapping[str, AttributeValue]]"
+_Arguments: TypeAlias = "tuple[Writer, SpanEnd, Root, int, bool, SpanKind, str, dict[str, Any] | None]"
 
 
 class Joiner:
@@ -372,7 +370,7 @@ class Joiner:
         is_parent_remote: bool,
         kind: SpanKind,
         name: str,
-        attributes: Mapping[str, AttributeValue] = _NO_ATTRIBUTES,
+        attributes: dict[str, Any] | None = None,
     ) -> None:
         """Emit a span with what is known beyond its record, unless its request is left out."""
         decider = root.group or root
@@ -393,13 +391,14 @@ class Joiner:
             found = [each for each in map(self._roots.get, linked) if each is not None]
             links = [each for each in found if each.is_sampled]
             if self._roots.has_adapters and (adapters := sorted({each.adapter for each in found} - {""})):
-                attributes = {**attributes, ADAPTERS: adapters}
+                attributes = {**(attributes or {}), ADAPTERS: adapters}
         all_attributes, status, builder = None, UNSET, self._builder
         if error or attributes or builder.adds_attributes or root.room is not None:
             if error == UNFINISHED and not writer.was_detached:
                 self.unfinished += 1
+            attributes = attributes or {}
             if root.room is not None:
-                attributes = {**attributes, BOOTSTRAP_ROOM: root.room}
+                attributes[BOOTSTRAP_ROOM] = root.room
             all_attributes, links, status = builder.complete(writer, record, kind, attributes, links)
         # The same as CollectedSpan(…), in a third of the time.
         fields = (

@@ -99,15 +99,15 @@ class SpanBuilder:
         writer: Writer,
         record: SpanEnd,
         kind: SpanKind,
-        more: Mapping[str, Any],
+        attributes: dict[str, Any],
         links: Sequence[RootContext],
     ) -> tuple[Mapping[str, Any], Sequence[RootContext], Status]:
         """Return all attributes of a span, its links within the limits, and its status.
 
-        ``more``: the attributes that its record does not have.
+        ``attributes``: those that its record does not have, to which the others are added.
         """
         error, named = record.error, zip(record.type.attributes, record.values)
-        attributes = {**more, **{key: value for key, value in named if value is not None}}
+        attributes |= {key: value for key, value in named if value is not None}
         attributes |= self._ranks.get(writer.name, _NO_RANK)
         status = UNSET
         if error == UNFINISHED and writer.was_detached:
