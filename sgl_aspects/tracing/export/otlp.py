@@ -138,18 +138,24 @@ def _session(signal: str, rejections: Rejections) -> requests.Session | None:
         if response.status_code == 200 and "json" not in response.headers.get("Content-Type", ""):
             rejections.read(answer)
 
-    settings: dict[str, Any] = {}
-
     class Session(requests.Session):
-        def merge_environment_settings(
-            self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
-        ) -> Any:
-            """Read the environment for the first message only: it takes longer than to send one."""
-            if not settings:
-                # REQUESTS_CA_BUNDLE would take precedence over the certificate configured for OTLP.
-                verify = self.verify if isinstance(self.verify, str) else verify
-                settings.update(super().merge_environment_settings(url, proxies, stream, verify, cert))
-            return settings
+        first: tuple[requests.PreparedRequest, dict[str, Any]] | None = None
+
+        def request(  # type: ignore[override]
+            self, method: str, url: str, *, data: bytes, timeout: float, **given: Any
+        ) -> requests.Response:
+            """Send ``data`` like the first message: to prepare one takes longer than to send it."""
+            if self.first is None:
+                # Given here, a certificate configured for OTLP takes precedence over REQUESTS_CA_BUNDLE.
+                verify = given.get("verify", self.verify)
+                settings = self.merge_environment_settings(url, {}, None, verify, given.get("cert"))
+                wanted = requests.Request(method.upper(), url, given.get("headers"))
+                self.first = self.prepare_request(wanted), settings
+            prepared, settings = self.first
+            message = prepared.copy()
+            message.prepare_cookies(self.cookies)
+            message.prepare_body(data, None)
+            return self.send(message, timeout=timeout, **settings)
 
     session = Session()
     session.stream = True  # the answer is read below
