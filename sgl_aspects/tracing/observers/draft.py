@@ -75,7 +75,7 @@ class _Drafts(native.DraftPath):
     def _exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
-        self.forward.step = None
+        self.forward.step, self.forward.is_draft = None, False
         if isinstance(token, Step):
             token.words[token.block + self.start + 1] = monotonic_ns()
             token.child = self.before

@@ -97,6 +97,7 @@ class ForwardObserver(TimedPasses):
                 self._take_events()
             if not is_expected:
                 self._begin_on_device()
+        self.has_replayed = False
         self.step = step  # last: its exit, which releases it, comes only after this
         return step
 

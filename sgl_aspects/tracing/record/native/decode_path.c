@@ -132,7 +132,7 @@ typedef struct {
     PyObject *tracker, *step, *events, *stream, *met_runner, *met_steps;
     Py_ssize_t runner_at;
     unsigned long long stream_handle, eager_text, replayed_text, device_text, passes, expects, replays;
-    char has_begun, has_ended, has_parts, has_events, is_joined;
+    char has_begun, has_ended, has_parts, has_events, is_joined, is_draft, has_replayed;
 } ForwardPath;
 
 /* One child of a step, in which a draft model's passes are not the step's. */
@@ -1022,6 +1022,13 @@ begin_on_device(ForwardPath *self)
     return self->has_begun;
 }
 
+/* Whether the engine's stream is to be looked up, which Python does, before the next event. */
+static inline int
+looks_for_stream(ForwardPath *self)
+{
+    return !((self->passes + 1) & PASSES_PER_STREAM);
+}
+
 static PyObject *
 forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
@@ -1035,16 +1042,17 @@ forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     if (is_none((PyObject *)step) || !step->id || !is_none(self->step) || tracker->level < 3)
         Py_RETURN_NONE;
     if (!is_step((PyObject *)step) || count <= self->runner_at || args[self->runner_at] != self->met_runner
-        || step->steps != self->met_steps || !((self->passes + 1) & PASSES_PER_STREAM))
+        || step->steps != self->met_steps)
         return OTHER_CASE;
     uint64_t *words = words_of(step);
     if (words == NULL)
         return OTHER_CASE;
     int is_expected = self->expects >> (words[STEP_MODE] & 63) & 1;
     int is_timed = self->has_events && !(is_expected && tracker->level < 4 && (self->replays + 1) & tracker->untimed);
-    if (is_timed && !has_any(tracker->spare_events))
+    if (is_timed && (!has_any(tracker->spare_events) || (!is_expected && looks_for_stream(self))))
         return OTHER_CASE;
     self->replays += (unsigned)is_expected;
+    self->has_replayed = 0;
     Py_INCREF(step);
     step->child = CHILD_FORWARD;
     words[FORWARD_START] = now_ns();
@@ -1070,11 +1078,16 @@ static PyObject *
 launch_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
 {
     ForwardPath *self = (ForwardPath *)object;
-    if (is_none(self->step) && !self->is_joined)
+    if (self->is_draft || (is_none(self->step) && !self->is_joined))
         Py_RETURN_NONE; /* otherwise it may be a pass of a worker */
+    if (self->has_replayed && !is_none(self->step)) {
+        self->has_parts = 1; /* a graph for each piece of the model: a dozen and more */
+        Py_RETURN_NONE;
+    }
     uint64_t *words = is_step(self->step) ? words_of((Step *)self->step) : NULL;
-    if (words == NULL || !((self->passes + 1) & PASSES_PER_STREAM))
+    if (words == NULL || (!is_none(self->events) && looks_for_stream(self)))
         return OTHER_CASE;
+    self->has_replayed = 1;
     if (words[STEP_GRAPH] == self->replayed_text) {
         self->has_parts = 1;
         Py_RETURN_NONE;
@@ -1136,7 +1149,8 @@ static PyMemberDef ForwardPath_members[] = {
     SIZE(ForwardPath, runner_at), NUMBER(ForwardPath, stream_handle), NUMBER(ForwardPath, eager_text), NUMBER(ForwardPath, replayed_text),
     NUMBER(ForwardPath, device_text), NUMBER(ForwardPath, passes), NUMBER(ForwardPath, expects), NUMBER(ForwardPath, replays),
     FLAG(ForwardPath, has_begun), FLAG(ForwardPath, has_ended), FLAG(ForwardPath, has_parts),
-    FLAG(ForwardPath, has_events), FLAG(ForwardPath, is_joined), END};
+    FLAG(ForwardPath, has_events), FLAG(ForwardPath, is_joined), FLAG(ForwardPath, is_draft),
+    FLAG(ForwardPath, has_replayed), END};
 static PyMethodDef ForwardPath_methods[] = {
     FAST(ForwardPath, forward_enter), FAST(ForwardPath, forward_exit), FAST(ForwardPath, launch_enter),
     FAST(ForwardPath, launch_exit),
@@ -1168,6 +1182,7 @@ draft_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UN
     if (words == NULL)
         return OTHER_CASE;
     replace(&forward->step, self->nowhere);
+    forward->is_draft = 1;
     self->before = step->child;
     step->child = self->child;
     if (!words[self->start])
@@ -1188,6 +1203,7 @@ DraftPath_draft_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     if (words == NULL || args[2] != Py_None)
         return call_method(object, s_draft_exit, args, count);
     Py_CLEAR(forward->step);
+    forward->is_draft = 0;
     words[self->start + 1] = now_ns();
     ((Step *)args[0])->child = self->before;
     Py_RETURN_NONE;
@@ -1218,6 +1234,12 @@ entry_of(PyObject *enter)
             if ((PyCFunction)(void (*)(void))entries[i][0] == PyCFunction_GET_FUNCTION(enter))
                 return entries[i][1];
     return NULL;
+}
+
+PyObject *
+tracker_of(PyObject *path)
+{
+    return ((StepPath *)path)->tracker; /* each path begins with it */
 }
 
 /* -- the module -------------------------------------------------------------------------------------------- */

@@ -21,6 +21,8 @@ extern PyObject other_case;
 
 /* decode_path.c: the function in C of a bound method, or NULL. */
 entry entry_of(PyObject *enter);
+/* The tracker of an object with such a method, borrowed. */
+PyObject *tracker_of(PyObject *path);
 
 /* plain_record.c */
 PyObject *is_plain(PyObject *module, PyObject *record);

@@ -19,10 +19,12 @@ add_watched_call(PyObject *Py_UNUSED(module))
 
 typedef struct {
     PyObject_HEAD
-    PyObject *chain, *enter, *exit, *failed;
+    PyObject *chain; /* first what each call touches */
     entry entry, leave; /* in C; NULL: by a call of the object */
     PyObject *entering, *leaving; /* what they are methods of */
+    const char *ahead; /* the tracker that they begin with */
     unsigned long long calls;
+    PyObject *enter, *exit, *failed;
 } WatchedCall;
 
 static PyTypeObject *watched_type;
@@ -66,7 +68,7 @@ done:
 static PyObject *
 begin(WatchedCall *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
-    if (self->enter == Py_None)
+    if (self->entry == NULL && self->enter == Py_None)
         return Py_NewRef(Py_None);
     PyObject *token = self->entry == NULL ? OTHER_CASE : self->entry(self->entering, args, count);
     if (token == OTHER_CASE)
@@ -112,6 +114,13 @@ call_watched(PyObject *function, PyObject *const *args, size_t nargsf, PyObject 
         return plain_call(function, args, nargsf, names);
     /* The call keeps the hooks with which it begins. */
     WatchedCall *self = (WatchedCall *)Py_NewRef(PyTuple_GET_ITEM(constants, last));
+    if (self->ahead != NULL) { /* all at once, not one after the other */
+        __builtin_prefetch(self->entering);
+        __builtin_prefetch(self->ahead);
+        __builtin_prefetch(self->ahead + 64);
+        __builtin_prefetch(self->ahead + 128);
+        __builtin_prefetch(self->chain);
+    }
     self->calls++;
     PyObject *result = NULL, *token = begin(self, args, PyVectorcall_NARGS(nargsf), names);
     if (token != NULL) {
@@ -146,8 +155,10 @@ WatchedCall_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
     self->exit = Py_NewRef(exit);
     self->failed = Py_NewRef(failed);
     self->entry = entry_of(enter);
-    if (self->entry != NULL)
+    if (self->entry != NULL) {
         self->entering = PyCFunction_GET_SELF(enter);
+        self->ahead = (const char *)tracker_of(self->entering);
+    }
     if (PyCFunction_Check(exit) && PyCFunction_GET_FLAGS(exit) == METH_FASTCALL) {
         self->leave = (entry)(void (*)(void))PyCFunction_GET_FUNCTION(exit);
         self->leaving = PyCFunction_GET_SELF(exit);
