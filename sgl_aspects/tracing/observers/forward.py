@@ -53,8 +53,9 @@ class ForwardObserver(TimedPasses):
         self.runner_at = engine.position("forward", "model_runner")
         self._has_graphs = "graph_launch" in engine.roles
         self.eager_text = self.replayed_text = self.device_text = 0
-        #: The step of the running pass.
+        #: The step of the running pass; whether a draft stands in for it.
         self.step = self.met_steps = None
+        self.is_draft = False
         #: A bit for each mode: whether the last pass replayed a graph, or could have. An event costs the
         #: device as much as a small kernel: where the launch marks the begin, entering does not.
         self.expects = 0
