@@ -70,11 +70,12 @@ class Slot:
     :ivar superseded: the module's code ran again, and another join point has the attribute now.
     """
 
-    __slots__ = ("_place", "occupants", "original", "standing", "superseded")
+    __slots__ = ("_origin", "_place", "occupants", "original", "standing", "superseded")
 
     def __init__(self, place: AttributeReference) -> None:
         self._place = place
         self.original = self.standing = place.raw
+        self._origin = origin_of(place.raw)
         self.superseded = False
         self.occupants: dict[str, Any] = OwnDict()
 
@@ -113,7 +114,7 @@ class Slot:
         inherits = self._place.inherited
         rebound = {} if inherits and not occupants else self._rebound_parts()
         parts = OwnDict(rebound, **occupants)
-        wanted = rebuild(self._place, parts, rebound=bool(rebound)) if parts else self.original
+        wanted = rebuild(self._place, parts, self._origin if rebound else None) if parts else self.original
         present = current(owner, name)
         if self.superseded or present is not self.expected:
             logger.info("%s: another patch is there; it is left in place", self._place)
@@ -123,6 +124,9 @@ class Slot:
             setattr(owner, name, wanted)
             if current(owner, name) is present:
                 raise AttributeError(f"its type {class_name(type(owner))} ignores assignments")
+        forget_origin(self.standing)
+        if wanted is self.original is not self._origin:
+            _note_origin(wanted, self._origin)
         self.occupants = occupants
         self.standing = wanted
 
@@ -374,16 +378,17 @@ def _initialise(self: Any, /, *args: Any, **kwargs: Any) -> None:
 # -- rebuilding --------------------------------------------------------------------------------------------
 
 
-def rebuild(place: AttributeReference, woven: Mapping[str, Any], *, rebound: bool = False) -> Any:
+def rebuild(place: AttributeReference, woven: Mapping[str, Any], origin: Any = None) -> Any:
     """Return the attribute at ``place`` around the callables ``woven``, by part: "" but for properties.
 
-    :param rebound: some of them are there by rebinding, which will replace what this returns.
+    :param origin: for a property with functions that are there by rebinding: what it was at first.
     """
     raw, owner = place.raw, place.owner
     if is_a(raw, property):
         functions = {name: getattr(raw, name) for name in PROPERTY_PARTS}
         functions.update({part or "fget": function for part, function in woven.items()})
-        return _with_functions(raw, *functions.values()) if rebound else _rebuilt(raw, *functions.values())
+        held = list(functions.values())
+        return _rebuilt(raw, *held) if origin is None else _with_functions(raw, origin, held)
     if not place.binds_to_owner:
         within, decorated = _in_classmethod(raw), _decorated(place)
         if within is not None:
@@ -404,27 +409,37 @@ def _kind_of(raw: Any) -> type | None:
 
 def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
     """Return a descriptor of the same type around new functions; the earlier one that had the same."""
-    return _with_functions(descriptor, *(new(getattr(descriptor, part)) for part in _parts_of(descriptor)))
+    functions = [new(getattr(descriptor, part)) for part in _parts_of(descriptor)]
+    anew = _with_functions(descriptor, origin_of(descriptor), functions)
+    if anew is not descriptor:
+        forget_origin(descriptor)
+    return anew
 
 
-def _with_functions(descriptor: Any, *functions: Any) -> Any:
-    notes = [note for memory in _memories(descriptor) for note in memory.get(REMADE, {}).values()]
-    origin = next((note["origin"] for note in notes if note["remade"] is descriptor), descriptor)
+def _with_functions(descriptor: Any, origin: Any, functions: list[Any]) -> Any:
     for known in (descriptor, origin):
         if all(getattr(known, part) is one for part, one in zip(_parts_of(known), functions)):
             return known
     anew = _rebuilt(descriptor, *functions)
-    for memory in _memories(anew):
-        memory.setdefault(REMADE, OwnDict())[id(origin)] = OwnDict(origin=origin, remade=anew)
+    _note_origin(anew, origin)
     return anew
 
 
-def forget_origin(descriptor: Any) -> None:
-    """Forget what ``descriptor`` was remade from: its join point knows its original."""
+def _note_origin(descriptor: Any, origin: Any) -> None:
     for memory in _memories(descriptor):
-        notes = memory.get(REMADE, {})
-        for key in [key for key, note in notes.items() if note["remade"] is descriptor]:
-            del notes[key]
+        memory.setdefault(REMADE, OwnDict())[id(descriptor)] = OwnDict(origin=origin, remade=descriptor)
+
+
+def origin_of(descriptor: Any) -> Any:
+    """Return what ``descriptor`` was remade from by rebinding, or itself."""
+    notes = [memory[REMADE].get(id(descriptor)) for memory in _memories(descriptor) if REMADE in memory]
+    return next((note["origin"] for note in notes if note is not None), descriptor)
+
+
+def forget_origin(descriptor: Any) -> None:
+    """Forget what ``descriptor`` was remade from."""
+    for memory in _memories(descriptor):
+        memory.get(REMADE, {}).pop(id(descriptor), None)
 
 
 def _parts_of(descriptor: Any) -> tuple[str, ...]:
@@ -434,7 +449,7 @@ def _parts_of(descriptor: Any) -> tuple[str, ...]:
 def _memories(descriptor: Any) -> list[dict[str, Any]]:
     """Return the attributes where it is noted what it was remade from: a property's are its functions'."""
     if not is_a(descriptor, property):
-        return [descriptor.__dict__]
+        return [descriptor.__dict__] if is_a(descriptor, (staticmethod, classmethod)) else []
     functions = [getattr(descriptor, part) for part in PROPERTY_PARTS]
     return [one.__dict__ for one in functions if is_a(one, types.FunctionType) and is_woven(one)]
 

@@ -22,7 +22,6 @@ from sgl_aspects.weaving.attributes import (
     derives,
     holds,
     inherited,
-    is_a,
     is_class,
     namespace,
 )
@@ -455,8 +454,8 @@ class JoinPoints:
         if point is not None and point.standing is old:
             point.slot.standing = new
             self._by_object[id(new)] = point
-            if is_a(new, property):
-                forget_origin(new)
+            if point.slot.occupants:
+                forget_origin(new)  # the slot knows its original
 
     def displaced(self) -> list[JoinPoint]:
         """Return the points that another patch covers."""

@@ -48,3 +48,34 @@ def test_parts_of_properties_that_share_a_function_are_hooked_at_once(order: int
         assert module.Sub().balance == ("hooked", 1)
         handle.remove()
         assert (vars(module.Account)["balance"], vars(module.Sub)["balance"]) == before
+
+
+FUNCTIONS = """
+def get(*args): return "get"
+def put(*args): return "put"
+class Owner: pass
+Owner.value = property(get, put)
+"""
+
+
+@pytest.mark.parametrize("first", ["get", "put", "Owner.value", "Owner.value.fset"])
+@pytest.mark.parametrize("second", ["get", "put", "Owner.value", "Owner.value.fset"])
+@pytest.mark.parametrize("ends", [(0, 1), (1, 0)])
+def test_a_property_whose_functions_are_hooked_by_any_of_their_names(
+    first: str, second: str, ends: tuple[int, int]
+) -> None:
+    with module_of(FUNCTIONS) as module:
+        before = vars(module.Owner)["value"]
+        aspects.weave(around(f"engine:{first}", hooked)).remove()
+        assert vars(module.Owner)["value"] is before
+        hooks = [lambda original, *args: ("hooked", original(*args)) for _ in range(2)]
+        targets = (f"engine:{first}", f"engine:{second}")
+        handles = [aspects.weave(around(*one)) for one in zip(targets, hooks)]
+        for handle in handles:
+            handle.disable()
+            handle.enable()
+        parts = vars(module.Owner)["value"].fget(), vars(module.Owner)["value"].fset()
+        assert str(parts).count("hooked") == 2
+        for end in ends:
+            handles[end].remove()
+        assert vars(module.Owner)["value"] is before
