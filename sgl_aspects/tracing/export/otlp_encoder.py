@@ -83,6 +83,10 @@ class _Values(Latest[Any, bytes]):
             return b""
         return _field(b"\x4a", self._key + _field(b"\x12", _value(encodable(value))))
 
+    def encode_list(self, value: Any) -> bytes:
+        """Encode a list: of texts it may repeat, such as the reasons for an end."""
+        return self[tuple(value)] if value and {*map(type, value)} == {str} else self.encode(value)
+
     def __missing__(self, value: Any) -> bytes:
         encoded = self.encode(value)
         if len(encoded) <= _LONGEST_KEPT:
@@ -101,10 +105,13 @@ class _Attributes(Latest[tuple[str, type], _Encoder]):
 
     def __missing__(self, key_and_type: tuple[str, type]) -> _Encoder:
         key, kind = key_and_type
+        values = _Values(key)
         if key not in _IDS and kind in (str, int, bool):
-            found: _Encoder = _Values(key).__getitem__
+            found: _Encoder = values.__getitem__
+        elif kind is list:
+            found = values.encode_list
         else:
-            found = _doubles(key) if kind is float else _Values(key).encode
+            found = _doubles(key) if kind is float else values.encode
         self[key_and_type] = found
         return found
 
