@@ -123,7 +123,7 @@ typedef struct {
     /* Where its drafts are: see Drafts in engines/base.py; and the counts of the requests with these ids. */
     PyObject *drafts_of, *drafts_rows, *drafts_row_of, *drafts_each, *drafts_width, *drafts_unless, *drafts;
     Py_ssize_t ran_at, processing_at, processed_at, result_at, size, known;
-    unsigned long long read_ns, waiting, running, usage;
+    unsigned long long read_ns, waiting, running, usage, scheduling;
     char decodes, measures;
 } StepPath;
 
@@ -521,8 +521,12 @@ static PyObject *s_read_late, *s_forward_enter, *s_forward_exit, *s_launch_enter
 static PyObject *
 StepPath_schedule_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
 {
-    __builtin_prefetch(((StepPath *)object)->tracker); /* for its exit */
-    return PyLong_FromUnsignedLongLong(now_ns());
+    StepPath *self = (StepPath *)object;
+    __builtin_prefetch(self->tracker); /* for its exit */
+    if (self->scheduling) /* within another one */
+        return PyLong_FromUnsignedLongLong(now_ns());
+    self->scheduling = now_ns();
+    Py_RETURN_NONE;
 }
 
 static PyObject *
@@ -531,18 +535,29 @@ StepPath_schedule_exit(PyObject *object, PyObject *const *args, Py_ssize_t count
     StepPath *self = (StepPath *)object;
     Tracker *tracker = tracker_in(self->tracker);
     uint64_t now = now_ns();
+    uint64_t start = self->scheduling;
+    if (count == 3 && args[0] == Py_None)
+        self->scheduling = 0;
+    else
+        start = count ? PyLong_AsUnsignedLongLong(args[0]) : 0;
+    if (start == (uint64_t)-1 && PyErr_Occurred())
+        return NULL;
     int is_idle = count == 3 && (args[1] == Py_None || (tracker != NULL && tracker->schedule_start));
     if (count != 3 || tracker == NULL
         || (is_idle
             && (!is_none(self->busy) || has_any(tracker->details) || has_any(tracker->late)
                 || is_none(self->requests) || !PyDict_CheckExact(self->requests)
-                || PyDict_GET_SIZE(self->requests))))
-        return call_method(object, s_schedule_exit, args, count);
-    unsigned long long start = PyLong_AsUnsignedLongLong(args[0]);
-    if (start == (unsigned long long)-1 && PyErr_Occurred())
-        return NULL;
+                || PyDict_GET_SIZE(self->requests)))) {
+        PyObject *all[3] = {PyLong_FromUnsignedLongLong(start), count > 1 ? args[1] : NULL, count > 2 ? args[2] : NULL};
+        PyObject *done = all[0] == NULL ? NULL : call_method(object, s_schedule_exit, all, count);
+        Py_XDECREF(all[0]);
+        return done;
+    }
     tracker->schedule_start = start;
     tracker->schedule_end = now;
+    __builtin_prefetch(tracker->spare); /* for the launch, which follows */
+    __builtin_prefetch(tracker->steps);
+    __builtin_prefetch(self->decoding);
     Py_RETURN_NONE;
 }
 
@@ -769,7 +784,7 @@ tokens_of(PyObject *rid, PyObject *rows, PyObject *row_of)
 
 /* Counts the drafts of a launched batch for its requests and its step; 0 with nothing changed in any other case, as
    where a request may have left since. A row has the accepted tokens and one more. */
-static int
+static __attribute__((noinline)) int
 count_drafts(StepPath *self, Step *step, uint64_t *words, PyObject *batch, PyObject *result)
 {
     PyObject *drafts = attribute_of(batch, self->drafts_of), *unless = attribute_of(batch, self->drafts_unless);
@@ -907,7 +922,7 @@ read_late(StepPath *self, Tracker *tracker)
 
 /* Counts the drafts that a processed result shows: a list with the number of accepted tokens of each request, and
    the width of each draft, one more than its tokens. 0 in another case, with nothing changed. */
-static int
+static __attribute__((noinline)) int
 count_verified(StepPath *self, uint64_t *words, PyObject *result)
 {
     PyObject *each = attribute_of(result, self->drafts_each), *width = NULL, *unless = NULL;
@@ -986,7 +1001,7 @@ static PyMemberDef StepPath_members[] = {
     OBJECT(StepPath, drafts_width), OBJECT(StepPath, drafts_unless), OBJECT(StepPath, drafts),
     SIZE(StepPath, ran_at), SIZE(StepPath, processing_at), SIZE(StepPath, processed_at),
     SIZE(StepPath, result_at), SIZE(StepPath, size), SIZE(StepPath, known), NUMBER(StepPath, read_ns), NUMBER(StepPath, waiting),
-    NUMBER(StepPath, running), NUMBER(StepPath, usage), FLAG(StepPath, decodes), FLAG(StepPath, measures), END};
+    NUMBER(StepPath, running), NUMBER(StepPath, usage), NUMBER(StepPath, scheduling), FLAG(StepPath, decodes), FLAG(StepPath, measures), END};
 
 #define FAST(type, name) {#name, (PyCFunction)(void (*)(void))type##_##name, METH_FASTCALL, NULL}
 static PyMethodDef StepPath_methods[] = {
