@@ -547,7 +547,9 @@ def test_around_and_native_hooks_on_async_targets_may_be_sync_or_async(
     ("kind", "hook", "result"),
     [
         (HookType.BEFORE, lambda a, b=2: ((a * 10,), {"b": b}), 12),
+        (HookType.BEFORE, lambda *a, **k: None, 3),
         (HookType.AFTER, lambda result, *a, **k: result * 10, 30),
+        (HookType.AFTER, lambda *a, **k: None, 3),
         (HookType.AFTER, lambda *a, **k: Result(None), None),
         (HookType.AROUND, lambda original, *a, **k: "cached", "cached"),
         (HookType.REPLACE, lambda a: ("replaced", a), ("replaced", 1)),

@@ -878,11 +878,11 @@ def test_dataclasses_stay_what_they_are(engine: Any) -> None:
         assert typing.get_type_hints(engine.Data.__init__, vars(engine))["x"] is int
 
 
-def test_the_call_of_type_is_not_what_the_call_of_a_class_names(engine: Any) -> None:
-    exec("class Mute: pass", vars(engine))
-    handle = aspects.weave(around("engine:Mute.__call__"))
-    assert handle.states == (aspects.State.MISSING,)
-    handle.remove()
+@pytest.mark.parametrize("name", ["Mute.__call__", "Mute.__len__"])
+def test_special_methods_of_a_metaclass_are_not_those_that_a_class_names(engine: Any, name: str) -> None:
+    exec("class Mute(metaclass=Meta): pass", vars(engine))
+    with aspects.woven(around(f"engine:{name}")) as handle:
+        assert handle.states == (aspects.State.MISSING,)
 
 
 def test_attributes_set_on_a_hooked_function_stay(engine: Any) -> None:
