@@ -14,7 +14,6 @@ import logging
 import math
 import sys
 import types
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from sglang.srt import plugins
@@ -22,13 +21,7 @@ from sglang.srt.plugins import hook_registry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType, plugin_hook
 
 AROUND, AFTER, BEFORE, REPLACE = HookType.AROUND, HookType.AFTER, HookType.BEFORE, HookType.REPLACE
-CASES: dict[str, Callable[[], Any]] = {}
 said: list[str] = []
-
-
-def case(function: Callable[[], Any]) -> Callable[[], Any]:
-    CASES[function.__name__] = function
-    return function
 
 
 # Words that SGLang's own tests look for in the registry's messages.
@@ -118,10 +111,11 @@ def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
         return type(error).__name__
 
 
+HELPERS = set(globals())  # each function from here on is a case
+
 # -- kinds of hooks ---------------------------------------------------------------------------------------
 
 
-@case
 def each_kind_alone() -> Any:
     found = []
     for kind, one in (
@@ -141,7 +135,6 @@ def each_kind_alone() -> Any:
     return found
 
 
-@case
 def the_default_kind_is_after() -> Any:
     made, name = module(f=fresh())
     HookRegistry.register(f"{name}.f", lambda result, x: result + 1)
@@ -149,7 +142,6 @@ def the_default_kind_is_after() -> Any:
     return made.f(3)
 
 
-@case
 def hooks_get_the_arguments_as_they_were_written() -> Any:
     seen: list[Any] = []
 
@@ -178,7 +170,6 @@ def hooks_get_the_arguments_as_they_were_written() -> Any:
     return seen
 
 
-@case
 def a_hook_may_take_what_its_target_does_not() -> Any:
     def around(original_fn: Any, *args: Any, extra: int = 0, **kwargs: Any) -> Any:
         return original_fn(*args[:1], **kwargs) + extra
@@ -187,13 +178,11 @@ def a_hook_may_take_what_its_target_does_not() -> Any:
     return [made.f(1, extra=5), made.f(1, 2, 3, 4)]
 
 
-@case
 def wrong_calls_raise() -> Any:
     made = hooked((AROUND, plus(1)))
     return [attempt(made.f), attempt(made.f, 1, 2, 3), attempt(made.f, 1, nothing=2)]
 
 
-@case
 def what_hooks_raise_gets_through() -> Any:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("hook")
@@ -205,7 +194,6 @@ def what_hooks_raise_gets_through() -> Any:
     return found
 
 
-@case
 def what_the_target_raises_gets_through() -> Any:
     seen = []
 
@@ -216,7 +204,6 @@ def what_the_target_raises_gets_through() -> Any:
     return [attempt(made.f, 1), seen]
 
 
-@case
 def callables_of_every_kind_are_hooks() -> Any:
     class Instance:
         def __call__(self, original_fn: Any, x: Any) -> Any:
@@ -238,7 +225,6 @@ def callables_of_every_kind_are_hooks() -> Any:
 # -- several ----------------------------------------------------------------------------------------------
 
 
-@case
 def order_is_that_of_registration_with_replace_innermost() -> Any:
     calls: list[Any] = []
 
@@ -259,19 +245,16 @@ def order_is_that_of_registration_with_replace_innermost() -> Any:
     return [made.f(3), calls]
 
 
-@case
 def the_same_hook_twice_runs_twice() -> Any:
     one = plus(1)
     return hooked((AROUND, one), (AROUND, one)).f(0)
 
 
-@case
 def the_last_replace_wins_and_the_others_are_told() -> Any:
     made = hooked((REPLACE, lambda x: 1), (REPLACE, lambda x: 2), (AROUND, plus(10)))
     return made.f(0)
 
 
-@case
 def applying_again_changes_nothing() -> Any:
     made = hooked((AROUND, plus(1)))
     before = made.f
@@ -280,14 +263,12 @@ def applying_again_changes_nothing() -> Any:
     return [made.f(0), made.f is before]
 
 
-@case
 def a_late_hook_on_a_patched_target_is_not_applied() -> Any:
     made = hooked((AROUND, plus(1)))
     hook(f"{made.__name__}.f", (AROUND, plus(100)))
     return [made.f(0), len(HookRegistry._hooks[f"{made.__name__}.f"])]
 
 
-@case
 def a_late_hook_on_another_target_is_applied() -> Any:
     made, name = module(f=fresh(), g=fresh())
     hook(f"{name}.f", (AROUND, plus(1)))
@@ -298,7 +279,6 @@ def a_late_hook_on_another_target_is_applied() -> Any:
 # -- what the registry reports ------------------------------------------------------------------------------
 
 
-@case
 def lists_of_the_registry() -> Any:
     _, name = module(f=fresh(), g=fresh())
     one = plus(1)
@@ -316,7 +296,6 @@ def lists_of_the_registry() -> Any:
     return [before, [target.partition(".")[2] for target in sorted(HookRegistry._patched)], entries]
 
 
-@case
 def reset_forgets_and_leaves_what_is_in_place() -> Any:
     made, name = module(f=fresh(), g=fresh())
     HookRegistry.register(f"{name}.g", plus(1), AROUND)
@@ -326,7 +305,6 @@ def reset_forgets_and_leaves_what_is_in_place() -> Any:
     return [made.f(0), made.g(0), len(HookRegistry._hooks), len(HookRegistry._patched)]
 
 
-@case
 def a_registered_hook_that_was_reset_before_it_was_applied() -> Any:
     made, name = module(f=fresh())
     HookRegistry.register(f"{name}.f", plus(1), AROUND)
@@ -335,7 +313,6 @@ def a_registered_hook_that_was_reset_before_it_was_applied() -> Any:
     return made.f(0)
 
 
-@case
 def hooks_after_a_reset_come_on_top() -> Any:
     made = hooked((AROUND, plus(1)))
     HookRegistry.reset()
@@ -345,7 +322,6 @@ def hooks_after_a_reset_come_on_top() -> Any:
     return made.f(0)
 
 
-@case
 def a_replace_after_a_reset_covers_what_was_there() -> Any:
     made = hooked((AROUND, plus(1)))
     HookRegistry.reset()
@@ -353,7 +329,6 @@ def a_replace_after_a_reset_covers_what_was_there() -> Any:
     return made.f(0)
 
 
-@case
 def a_target_that_was_restored_by_hand_is_hooked_again() -> Any:
     class Thing:
         def __init__(self, x: int) -> None:
@@ -372,7 +347,6 @@ def a_target_that_was_restored_by_hand_is_hooked_again() -> Any:
     return found
 
 
-@case
 def the_decorator_answers_the_hook_itself() -> Any:
     made, name = module(f=fresh(), Thing=type("Thing", (), {}))
 
@@ -391,7 +365,6 @@ def the_decorator_answers_the_hook_itself() -> Any:
 # -- errors -------------------------------------------------------------------------------------------------
 
 
-@case
 def a_class_is_a_replace_hook_only() -> Any:
     class Hook:
         pass
@@ -400,7 +373,6 @@ def a_class_is_a_replace_hook_only() -> Any:
     return [found, len(HookRegistry._hooks)]
 
 
-@case
 def a_class_target_takes_replace_only() -> Any:
     made, name = module(Thing=a_class(), f=fresh())
     before = made.Thing
@@ -409,7 +381,6 @@ def a_class_target_takes_replace_only() -> Any:
     return [made.Thing is before, sorted(HookRegistry._patched) == [f"{name}.f"], made.f(0)]
 
 
-@case
 def hooks_of_a_target_are_applied_together_or_not_at_all() -> Any:
     made, name = module(Thing=a_class())
     before = made.Thing
@@ -417,7 +388,6 @@ def hooks_of_a_target_are_applied_together_or_not_at_all() -> Any:
     return [made.Thing is before, len(HookRegistry._patched)]
 
 
-@case
 def what_is_missing_is_tried_again() -> Any:
     made, name = module()
     hook(f"{name}.f", (AROUND, plus(1)))
@@ -429,7 +399,6 @@ def what_is_missing_is_tried_again() -> Any:
     return [patched, made.f(0), len(HookRegistry._patched)]
 
 
-@case
 def a_module_that_is_missing_is_tried_again() -> Any:
     hook("case_of_no_module.f", (AROUND, plus(1)))
     patched = len(HookRegistry._patched)
@@ -440,14 +409,12 @@ def a_module_that_is_missing_is_tried_again() -> Any:
     return [patched, made.f(0), len(HookRegistry._patched)]
 
 
-@case
 def a_member_that_is_missing() -> Any:
     _, name = module(Thing=a_class())
     hook(f"{name}.Thing.gone", (AROUND, plus(1)))
     return len(HookRegistry._patched)
 
 
-@case
 def odd_targets_leave_the_others_alone() -> Any:
     made, name = module(f=fresh())
     for target in ("nodots", "", "case_gone.sub.f", "sglang.srt.gone.f", ".", "a b.c", f"{name}.f.g.h"):
@@ -456,7 +423,6 @@ def odd_targets_leave_the_others_alone() -> Any:
     return [made.f(0), sorted(HookRegistry._patched) == [f"{name}.f"]]
 
 
-@case
 def a_type_that_is_none() -> Any:
     made, name = module(f=fresh(), g=fresh())
     found = attempt(HookRegistry.register, f"{name}.f", plus(1), "around")
@@ -467,7 +433,6 @@ def a_type_that_is_none() -> Any:
 # -- classes and their members ------------------------------------------------------------------------------
 
 
-@case
 def methods_of_every_kind() -> Any:
     Thing = a_class()  # noqa: N806
     _, name = module(Thing=Thing)
@@ -488,7 +453,6 @@ def methods_of_every_kind() -> Any:
     return [found, kinds]
 
 
-@case
 def members_get_self_and_cls() -> Any:
     Thing = a_class()  # noqa: N806
     _, name = module(Thing=Thing)
@@ -499,7 +463,6 @@ def members_get_self_and_cls() -> Any:
     return [Thing().method(1), Thing.of_class(x=2), seen]
 
 
-@case
 def a_replaced_member() -> Any:
     Thing = a_class()  # noqa: N806
     _, name = module(Thing=Thing)
@@ -510,21 +473,18 @@ def a_replaced_member() -> Any:
     return [Thing().method(1), Thing.of_class(2), Thing.static(3)]
 
 
-@case
 def an_inherited_method_is_hooked_for_the_class_that_is_named() -> Any:
     made, name = module(Base=(base := a_class()), Derived=derived(base))
     hook(f"{name}.Derived.method", (AROUND, plus(["around"])))
     return [made.Base().method(), made.Derived().method()]
 
 
-@case
 def a_nested_class() -> Any:
     made, name = module(Thing=a_class())
     hook(f"{name}.Thing.Inner.method", (AROUND, plus(["around"])))
     return made.Thing.Inner().method()
 
 
-@case
 def a_class_in_the_place_of_another() -> Any:
     Thing = a_class()  # noqa: N806
     Other = derived(Thing, method=lambda self: ["other"])  # noqa: N806
@@ -536,7 +496,6 @@ def a_class_in_the_place_of_another() -> Any:
     return [*answer, made.Thing().method(), Thing().method()]
 
 
-@case
 def a_method_replaced_in_the_class_that_replaces() -> Any:
     made, name = module(Thing=a_class())
     HookRegistry.register(f"{name}.Thing", derived(made.Thing, method=lambda self: ["other"]), REPLACE)
@@ -544,7 +503,6 @@ def a_method_replaced_in_the_class_that_replaces() -> Any:
     return made.Thing().method()
 
 
-@case
 def a_member_only_the_replacement_has() -> Any:
     made, name = module(Thing=a_class())
     HookRegistry.register(f"{name}.Thing.more", plus(1), AROUND)
@@ -552,7 +510,6 @@ def a_member_only_the_replacement_has() -> Any:
     return [made.Thing().more(), len(HookRegistry._patched)]
 
 
-@case
 def an_instance_in_a_module() -> Any:
     Thing = a_class()  # noqa: N806
     made, name = module(thing=Thing(), other=Thing())
@@ -563,7 +520,6 @@ def an_instance_in_a_module() -> Any:
 # -- functions ----------------------------------------------------------------------------------------------
 
 
-@case
 def copies_in_other_modules_follow() -> Any:
     shared = fresh()
     made, name = module(f=shared)
@@ -573,7 +529,6 @@ def copies_in_other_modules_follow() -> Any:
     return [made.f(0), first.f(0), first.again(0), second.f(0), first.f is made.f]
 
 
-@case
 def a_hooked_function_looks_like_its_target() -> Any:
     made, name = module(f=fresh())
     original = made.f
@@ -590,7 +545,6 @@ def a_hooked_function_looks_like_its_target() -> Any:
     ]
 
 
-@case
 def generators() -> Any:
     def counted(x: int) -> Any:
         yield from range(x)
@@ -602,7 +556,6 @@ def generators() -> Any:
     return list(hooked((AROUND, around), f=counted).f(3))
 
 
-@case
 def async_targets() -> Any:
     async def later(x: int) -> int:
         return x
@@ -625,7 +578,6 @@ def async_targets() -> Any:
     return found
 
 
-@case
 def async_generators() -> Any:
     async def counted(x: int) -> Any:
         for number in range(x):
@@ -643,7 +595,6 @@ def async_generators() -> Any:
     return asyncio.run(collect())
 
 
-@case
 def callables_other_than_functions() -> Any:
     class Instance:
         def __call__(self, x: int) -> int:
@@ -661,7 +612,6 @@ def callables_other_than_functions() -> Any:
     return [made.builtin(0), made.partial(), made.instance(1), made.cached(2)]
 
 
-@case
 def a_second_registry_has_hooks_of_its_own() -> Any:
     class Second(HookRegistry):  # type: ignore[misc]
         _hooks = type(HookRegistry._hooks)(list)
@@ -677,6 +627,9 @@ def a_second_registry_has_hooks_of_its_own() -> Any:
     return [before, made.f(0), made.g(0), len(Second._patched), len(Second._hooks)]
 
 
+CASES = [made for name, made in list(globals().items()) if name not in HELPERS and inspect.isfunction(made)]
+
+
 def main() -> None:
     if sys.argv[1] == "adopted":
         from sgl_aspects import load_plugins
@@ -687,14 +640,14 @@ def main() -> None:
     hook_registry.logger.addHandler(listener)
     logging.getLogger("sgl_aspects").setLevel(logging.CRITICAL)
     answers = {}
-    for name, function in CASES.items():
+    for function in CASES:
         HookRegistry.reset()
         said.clear()
         try:
             answer = function()
         except Exception as error:  # noqa: BLE001  likewise
             answer = f"raises {type(error).__name__}: {error}"
-        answers[name] = {"answer": answer, "said": list(said)}
+        answers[function.__name__] = {"answer": answer, "said": list(said)}
     print(json.dumps(answers, default=list))
 
 

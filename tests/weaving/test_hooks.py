@@ -527,10 +527,7 @@ def test_around_and_native_hooks_on_async_targets_may_be_sync_or_async(
     engine: Any, first: str, second: str
 ) -> None:
     hooks: dict[str, Callable[..., Any]] = {"sync": hand_on, "async": async_hand_on}
-    natives: dict[str, Callable[..., Any]] = {
-        "sync": lambda proceed, args, kwargs: proceed(args, kwargs),
-        "async": async_native,
-    }
+    natives: dict[str, Any] = {"sync": lambda proceed, *call: proceed(*call), "async": async_native}
     with aspects.woven(
         around("engine:co", hooks[first]),
         advice("engine:co", HookType.NATIVE, natives[second]),
