@@ -10,7 +10,6 @@ from sgl_aspects.tracing.lifecycle import Step, Trackers
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record import native
-from sgl_aspects.tracing.record.open_steps import OpenSteps
 from sgl_aspects.tracing.record.steps import CHILD_STARTS, CHILD_TYPES
 from sgl_aspects.tracing.records import error_type
 
@@ -30,10 +29,8 @@ class DraftObserver:
     """
 
     def __init__(self, trackers: Trackers, forward: ForwardObserver) -> None:
-        # It stands in for the step of a draft model's passes, which are not recorded.
-        nowhere = Step(OpenSteps.in_memory(), layout.OPEN_STEPS_WORD)
         self._parts = {
-            role: _Drafts(trackers, forward, nowhere, child)
+            role: _Drafts(trackers, forward, child)
             for role, child in _CHILDREN.items()
             if role in trackers.engine.roles
         }
@@ -55,16 +52,16 @@ class DraftObserver:
 class _Drafts(native.DraftPath):
     """The calls of one role; the compiled path handles those within a step of this process."""
 
-    def __init__(self, trackers: Trackers, forward: ForwardObserver, nowhere: Step, child: int) -> None:
-        self.tracker, self.forward, self.nowhere = trackers.steps, forward, nowhere
+    def __init__(self, trackers: Trackers, forward: ForwardObserver, child: int) -> None:
+        self.tracker, self.forward = trackers.steps, forward
         self.child, self.start, self.before = child, CHILD_STARTS[child], layout.CHILD_RUN_BATCH
         self._write = trackers.recorder.spans(CHILD_TYPES[child])
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tracker = self.tracker
-        if self.forward.step is not None:
+        if self.forward.is_draft or self.forward.step is not None:
             return None  # in another one
-        self.forward.step = self.nowhere
+        self.forward.is_draft = True
         step = tracker.running or (tracker.in_flight[-1] if tracker.in_flight else None)
         if step is None or not step.id:
             return monotonic_ns()
@@ -75,7 +72,7 @@ class _Drafts(native.DraftPath):
     def _exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
-        self.forward.step, self.forward.is_draft = None, False
+        self.forward.is_draft = False
         if isinstance(token, Step):
             token.words[token.block + self.start + 1] = monotonic_ns()
             token.child = self.before

@@ -53,7 +53,7 @@ class ForwardObserver(TimedPasses):
         self.runner_at = engine.position("forward", "model_runner")
         self._has_graphs = "graph_launch" in engine.roles
         self.eager_text = self.replayed_text = self.device_text = 0
-        #: The step of the running pass; whether a draft stands in for it.
+        #: The step of the running pass; whether a draft runs, whose passes are not recorded.
         self.step = self.met_steps = None
         self.is_draft = False
         #: A bit for each mode: whether the last pass replayed a graph, or could have. An event costs the
@@ -81,7 +81,8 @@ class ForwardObserver(TimedPasses):
             return self.worker.forward_enter(args, kwargs)
         if step is not None and not self.tracker.has_passes:
             self.tracker.meet_pass()
-        if step is None or not step.id or self.step is not None or self.tracker.level < 3:
+        is_inner = self.is_draft or self.step is not None
+        if step is None or not step.id or is_inner or self.tracker.level < 3:
             return None
         runner = self._runner(args, kwargs)
         if runner is not self.met_runner or step.steps is not self.met_steps:
@@ -127,6 +128,8 @@ class ForwardObserver(TimedPasses):
 
     def _launch_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.step
+        if self.is_draft:
+            return
         if step is None:
             self.worker.graph = "replayed"
             return

@@ -138,7 +138,7 @@ typedef struct {
 /* One child of a step, in which a draft model's passes are not the step's. */
 typedef struct {
     PyObject_HEAD
-    PyObject *tracker, *forward, *nowhere;
+    PyObject *tracker, *forward;
     Py_ssize_t child, start, before;
 } DraftPath;
 
@@ -1054,7 +1054,7 @@ forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     Step *step = (Step *)tracker->running;
     if (is_none((PyObject *)step) ? self->is_joined : !tracker->has_passes)
         return OTHER_CASE; /* the step may run in another process, or has its first pass here */
-    if (is_none((PyObject *)step) || !step->id || !is_none(self->step) || tracker->level < 3)
+    if (is_none((PyObject *)step) || !step->id || !is_none(self->step) || self->is_draft || tracker->level < 3)
         Py_RETURN_NONE;
     if (!is_step((PyObject *)step) || count <= self->runner_at || args[self->runner_at] != self->met_runner
         || step->steps != self->met_steps)
@@ -1188,7 +1188,7 @@ draft_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UN
     ForwardPath *forward = forward_of(self);
     if (tracker == NULL || forward == NULL)
         return OTHER_CASE;
-    if (!is_none(forward->step))
+    if (forward->is_draft || !is_none(forward->step))
         Py_RETURN_NONE; /* in another one */
     Step *step = (Step *)tracker->running;
     if (is_none((PyObject *)step) && has_any(tracker->in_flight)) /* launched already */
@@ -1196,7 +1196,6 @@ draft_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UN
     uint64_t *words = is_step((PyObject *)step) && step->id ? words_of(step) : NULL;
     if (words == NULL)
         return OTHER_CASE;
-    replace(&forward->step, self->nowhere);
     forward->is_draft = 1;
     self->before = step->child;
     step->child = self->child;
@@ -1217,7 +1216,6 @@ DraftPath_draft_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     uint64_t *words = count == 3 && forward && is_step(args[0]) ? words_of((Step *)args[0]) : NULL;
     if (words == NULL || args[2] != Py_None)
         return call_method(object, s_draft_exit, args, count);
-    Py_CLEAR(forward->step);
     forward->is_draft = 0;
     words[self->start + 1] = now_ns();
     ((Step *)args[0])->child = self->before;
@@ -1225,11 +1223,11 @@ DraftPath_draft_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
 }
 
 static PyMemberDef DraftPath_members[] = {
-    OBJECT(DraftPath, tracker), OBJECT(DraftPath, forward), OBJECT(DraftPath, nowhere),
+    OBJECT(DraftPath, tracker), OBJECT(DraftPath, forward),
     SIZE(DraftPath, child), SIZE(DraftPath, start), SIZE(DraftPath, before), END};
 static PyMethodDef DraftPath_methods[] = {
     FAST(DraftPath, draft_enter), FAST(DraftPath, draft_exit), {NULL, NULL, 0, NULL}};
-COLLECTED(DraftPath, tracker, 3)
+COLLECTED(DraftPath, tracker, 2)
 
 /* -- for watched_call.c ------------------------------------------------------------------------------------ */
 
