@@ -315,7 +315,8 @@ class _Collected:
 
     def _round(self) -> list[Pair]:
         olds = [pair.old for pair in self.pairs.values()]
-        found = [one for one in referrers(olds) if not _is_ours(one)]
+        # Not the state of C modules: on Python 3.12 asking `_asyncio` what it refers to spoils its free list.
+        found = [one for one in referrers(olds) if not is_module(one) and not _is_ours(one)]
         owners = self._owners([one for one in found if is_a(one, tuple) or _is_namespace(one)], found)
         anew: list[Pair] = []
         dependent: list[Any] = []
@@ -406,7 +407,7 @@ class _Collected:
         known = {id(referrer) for referrer in held}
         owners: dict[int, list[Any]] = {}
         for owner in referrers(held) if held else ():
-            if owner is found or is_a(owner, types.FrameType) or _is_ours(owner):
+            if owner is found or is_a(owner, (types.FrameType, types.ModuleType)) or _is_ours(owner):
                 continue
             for referent in gc.get_referents(owner):
                 if id(referent) in known:

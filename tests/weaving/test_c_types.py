@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import gc
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -64,3 +66,27 @@ def test_a_pattern_waits_for_further_modules_where_those_loaded_have_only_c_type
         handle.remove()
         with pytest.raises(HookError, match="immutable type"):  # no other module can help
             aspects.weave(around("itertools:chain.*", hooked))
+
+
+ASYNCIO = """
+import asyncio, gc, traceback
+import sgl_aspects as aspects
+
+async def main():
+    await asyncio.gather(asyncio.to_thread(len, "a"), asyncio.sleep(0))
+
+@aspects.around("traceback:extract_stack")
+def hand_on(original, *args, **kwargs):
+    return original(*args, **kwargs)
+
+for _ in range(3):
+    asyncio.run(main())
+    aspects.weave(hand_on).remove()
+    gc.collect()
+print("done")
+"""
+
+
+def test_what_asyncio_holds_in_c_is_hooked_while_it_is_used() -> None:
+    command = [sys.executable, "-c", ASYNCIO]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "done\n"
