@@ -11,37 +11,45 @@ from sgl_aspects.errors import ConfigError
 
 
 def show(paths: Sequence[str], *, as_json: bool) -> int:
-    """Print a table, roles by version. Exit status 1 if a required role is missing in a version."""
+    """Print a table for each engine of the package, roles by version.
+
+    Exit status 1 if a required role of the engine that has most roles is missing in a version: others come
+    with it, as SGLang's for images do with SGLang, and not everybody uses them.
+    """
     sources = [Source(path) for path in paths]
-    engine = max(find_engines(), key=lambda one: sum(_found(source, one) for source in sources))
-    if not any(_found(source, engine) for source in sources):
-        known = ", ".join(one.name for one in find_engines())
+    found = [(one, [list(source.find_roles(one)) for source in sources]) for one in find_engines()]
+    (engine, columns), *others = sorted(found, key=lambda each: -_count(each[1]))
+    if not _count(columns):
+        known = ", ".join(one.name for one, _ in found)
         raise ConfigError(
             f"{', '.join(paths)}: no role of any engine is there: name a wheel, or the folder that holds the "
             f"engine's package (known engines: {known})"
         )
-    columns = [list(source.find_roles(engine)) for source in sources]
+    related = [each for each in others if each[0].provider_name == engine.provider_name and _count(each[1])]
+    versions = [source.version for source in sources]
     if as_json:
-        print(
-            json.dumps(
-                {
-                    source.version: {found.role: found.target for found in column}
-                    for source, column in zip(sources, columns)
-                },
-                indent=2,
-            )
-        )
+        roles = {
+            f"{one.name} {version}" if one is not engine else version: {
+                each.role: each.target for each in column
+            }
+            for one, own in [(engine, columns), *related]
+            for version, column in zip(versions, own)
+        }
+        print(json.dumps(roles, indent=2))
     else:
-        _print_table(engine, [source.version for source in sources], columns)
-    return 1 if any(_is_error(engine, found) for column in columns for found in column) else 0
+        for one, own in [(engine, columns), *related]:
+            if one is not engine:
+                print()
+            _print_table(one, versions, own)
+    return 1 if any(_is_error(engine, role) for column in columns for role in column) else 0
 
 
 def _is_error(engine: Engine, found: FoundRole) -> bool:
     return found.target is None and engine.every_role[found.role].required
 
 
-def _found(source: Source, engine: Engine) -> int:
-    return sum(role.target is not None for role in source.find_roles(engine))
+def _count(columns: Sequence[Sequence[FoundRole]]) -> int:
+    return sum(role.target is not None for column in columns for role in column)
 
 
 def _print_table(engine: Engine, versions: list[str], columns: list[list[FoundRole]]) -> None:

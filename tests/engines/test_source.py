@@ -196,6 +196,24 @@ def test_an_engine_of_a_package_is_found_by_its_entry_point(
     assert capsys.readouterr().out.splitlines()[0].split() == ["theirs", "1.2"]
 
 
+def test_every_engine_of_a_package_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = "sglang/multimodal_gen/runtime/managers"
+    files = {
+        "sglang/srt/managers/scheduler.py": "class Scheduler:\n    def run_batch(self, batch): ...\n",
+        f"{images}/scheduler.py": "class Scheduler:\n    def _return_item_result(self): ...\n",
+    }
+    path = wheel(tmp_path, "sglang-9.9.9-py3-none-any.whl", files)
+    main(["doctor", "--engine", str(path)])
+    heads = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("9.9.9")]
+    assert heads == ["sglang", "sglang-diffusion"]
+    main(["doctor", "--json", "--engine", str(path)])
+    roles = json.loads(capsys.readouterr().out)
+    assert list(roles) == ["9.9.9", "sglang-diffusion 9.9.9"]
+    assert [role for role, target in roles["sglang-diffusion 9.9.9"].items() if target] == [
+        "end_scheduled_request"
+    ]
+
+
 def test_a_source_without_a_room_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = wheel(tmp_path, "other-1.2-py3-none-any.whl", {"other/__init__.py": ""})
     assert main(["doctor", "--engine", str(path)]) == 2
