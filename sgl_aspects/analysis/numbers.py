@@ -11,7 +11,7 @@ from sgl_aspects.tracing.export.step_time import AddedTime
 
 STEP = schema.STEP.name
 #: The scheduler's names of its batches, and the phase of each. Mixed steps do some of both.
-PHASES = {"extend": "prefill", "mixed": "mixed", "decode": "decode"}
+PHASES = {"extend": "prefill", "mixed": "mixed", "decode": "decode", schema.DENOISE.name: schema.DENOISE.name}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from sgl_aspects.tracing.record.codec import DamagedError
 from sgl_aspects.tracing.record.format import SUFFIX
 from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
 
-REQUEST_PHASES = ("queue", "prefill", "decode")
+IMAGE_PHASES = tuple(one.name for one in (schema.ENCODE, schema.DENOISE, schema.DECODE_LATENTS))
+REQUEST_PHASES = ("queue", *IMAGE_PHASES, "prefill", "decode")
 STEP_PARTS = tuple(
     one.name for one in (schema.SCHEDULE, schema.FORWARD, schema.SAMPLE, schema.PROCESS_RESULT)
 )

@@ -13,14 +13,16 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from sgl_aspects.analysis.numbers import PHASES
 from sgl_aspects.run.collector import collector_state
 from sgl_aspects.run.control import Control
 from sgl_aspects.tracing import schema
-from sgl_aspects.view.live import REQUEST_PHASES, STEP_PARTS, LiveRun, Request, Second
+from sgl_aspects.view.live import IMAGE_PHASES, REQUEST_PHASES, STEP_PARTS, LiveRun, Request, Second
 from sgl_aspects.view.text import duration, one_line
 
 STYLES = {
     "queue": "yellow",
+    **dict(zip(IMAGE_PHASES, ("magenta", "green", "bright_magenta"))),
     "prefill": "magenta",
     "mixed": "bright_magenta",
     "decode": "green",
@@ -31,7 +33,7 @@ STYLES = {
     schema.PROCESS_RESULT.name: "yellow",
 }
 # Phases are distinct without colours, too.
-_GLYPHS = {"queue": "▒", "prefill": "▓", "decode": "█"}
+_GLYPHS = {"queue": "▒", **dict(zip(IMAGE_PHASES, "▚▇▄")), "prefill": "▓", "decode": "█"}
 _LEVELS = {0: "off", 1: "requests", 2: "+ scheduler", 3: "+ forward", 4: "+ layers"}
 _WIDE = 120
 _MOST_SPARKS = 40
@@ -216,7 +218,7 @@ def _scheduler(run: LiveRun, seconds: Sequence[Second], now_ns: int, width: int)
 def _steps(seconds: Sequence[Second]) -> RenderableType:
     table = _table("steps", "steps/s", "tok/step", "p50", "p99", "max")
     span = max(1, sum(1 for _ in _busy(seconds)))
-    for phase in ("prefill", "mixed", "decode", "other"):
+    for phase in (*PHASES.values(), "other"):
         times = [step for second in seconds for step in second.steps.get(phase, ())]
         if times:
             tokens = sum(second.step_tokens.get(phase, 0) for second in seconds)
@@ -255,10 +257,14 @@ def _listed(
     table.add_column(justify="right", width=9, no_wrap=True)
     table.add_column(justify="right", width=6, no_wrap=True)
     table.add_column(width=id_width, no_wrap=True)
-    legend = Text(" ").join(Text(phase, style=STYLES[phase]) for phase in REQUEST_PHASES)
+    has_images = any(
+        phase in IMAGE_PHASES for each in run.phases.values() for phase in (*each.seconds, each.current)
+    )
+    named = [phase for phase in REQUEST_PHASES if (phase in IMAGE_PHASES) <= has_images]
+    legend = Text(" ").join(Text(phase, style=STYLES[phase]) for phase in named)
     if width >= _WIDE:
-        for phase, glyph in _GLYPHS.items():
-            legend.append(f" {glyph}", style=STYLES[phase])
+        for phase in named:
+            legend.append(f" {_GLYPHS[phase]}", style=STYLES[phase])
         legend.append("  ░ elsewhere", style="dim")
     headings = ("time", "", legend, "1st token", "tokens", "request")
     table.add_row(*(Text(text, style="dim") if isinstance(text, str) else text for text in headings))

@@ -16,7 +16,7 @@ import pytest
 
 from sgl_aspects.analysis.sources import Run, load_run
 from sgl_aspects.analysis.spans import Span
-from sgl_aspects.tracing.schema import IDLE_HOST, KERNEL_LAYER, OPERATOR_NAME
+from sgl_aspects.tracing.schema import IDLE_HOST, KERNEL_LAYER, MODE, OPERATOR_NAME
 from sgl_aspects.view.page import page_of
 from tests.support.simulated_run import HOSTILE, SimulatedRun
 
@@ -310,6 +310,35 @@ def test_a_request_that_was_refused_is_no_model_and_no_failure(browser: Browser,
     looker.page.wait_for_selector("dl.causes")
     assert "in the front end" in looker.page.inner_text("dl.causes")
     looker.context.close()
+
+
+def test_the_phases_of_an_image_have_colours(browser: Browser, tmp_path: Path) -> None:
+    phases = ["queue", "encode", "denoise", "decode_latents"]
+    spans = [
+        Span("generate_content", "t", "r", "", True, 0, 4 * 10**9, {"gen_ai.request.id": "drawn"}, ()),
+        *(
+            Span(name, "t", name, "r", False, at * 10**9, (at + 1) * 10**9, {}, ())
+            for at, name in enumerate(phases)
+        ),
+        Span("scheduler.step", "s", "s", "", False, 2 * 10**9, 3 * 10**9, {MODE: "denoise"}, ("r",)),
+    ]
+    file = tmp_path / "report.html"
+    file.write_text(page_of(Run("run", spans)), encoding="utf-8")
+    looker = Looker(browser, file, bypass_csp=True)
+    colour = "(bar) => getComputedStyle(bar).backgroundColor"
+    bars = looker.page.locator(".requests .bar").all()
+    assert [(bar.get_attribute("class") or "").split()[-1] for bar in bars] == [
+        f"k-{name}" for name in phases
+    ]
+    assert len({bar.evaluate(colour) for bar in bars} - {"rgba(0, 0, 0, 0)"}) == 4
+    assert looker.page.locator(".legend").first.inner_text().split("\n") == [*phases[:3], "decode latents"]
+    assert looker.page.locator(".mode .k-denoise").count() == 1
+    looker.page.locator(".requests .list-rows [role=row]").first.click()
+    looker.wait_for_heading("Request ")
+    assert looker.page.locator(".waterfall .k-denoise").count() == 1
+    looker.check("image")
+    looker.check_with_axe()
+    assert looker.complaints == []
 
 
 def test_kernels_of_a_profiled_step_by_operator_and_by_layer(browser: Browser, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from sgl_aspects.run.control import OFFSET
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
-from sgl_aspects.tracing.schema import DECODE, QUEUE, REQUEST, STEP
+from sgl_aspects.tracing.schema import DECODE, DECODE_LATENTS, DENOISE, ENCODE, QUEUE, REQUEST, STEP
 from sgl_aspects.view.live import LiveRun, Second
 from sgl_aspects.view.top_screen import View, screen, spark
 from tests.support import workers
@@ -370,3 +370,32 @@ def test_an_idle_scheduler_has_no_batch(tmp_path: Path) -> None:
 def test_phases_differ_without_colours(live: LiveRun) -> None:
     (row,) = [line for line in shown(live, 140).splitlines() if "quick" in line]
     assert re.search("▒+▓+█+", row)
+
+
+def test_an_image_has_its_phases(tmp_path: Path) -> None:
+    recorder, second = RingRecorder(str(tmp_path), level=3), 10**9
+    start = time.monotonic_ns() - 10 * second
+    request, key = recorder.new_id(), recorder.new_id()
+    recorder.write(RequestBegin(request, "drawn", start, *context.new(), "generate_content", {}))
+    recorder.write(RequestSeen(key, "drawn", start))
+    ends = {QUEUE: 2, ENCODE: 4, DENOISE: 6, DECODE_LATENTS: 8}
+    for phase, end in ends.items():
+        values: list[Any] = [None] * len(phase.attributes)
+        times = start + (end - 2) * second, start + end * second
+        recorder.spans(phase)(recorder.new_id(), key, key, *times, values)
+    mode: list[Any] = [0, "denoise", 1, 1, 0, 0, 0.0, None, None]
+    recorder.spans(STEP)(
+        recorder.new_id(), recorder.new_id(), 0, start + 5 * second, start + 6 * second, mode
+    )
+    live = LiveRun(tmp_path)
+    live.poll()
+    wide, narrow = shown(live, 140), shown(live, 80, view=View(selected="drawn"))
+    live.close()
+    names = "queue encode denoise decode_latents prefill decode"
+    assert names in wide
+    (row,) = [line for line in wide.splitlines() if "drawn" in line]
+    assert re.search("▒+▚+▇+▄+░+", row)
+    assert re.search(r"queue 2\.00 s +encode 2\.00 s +denoise 2\.00 s +decode_latents 2\.00 s", narrow)
+    assert re.search(r"^denoise +\d", narrow, re.MULTILINE)
+    empty = LiveRun(tmp_path / "none")
+    assert "encode" not in shown(empty, 140)

@@ -58,7 +58,7 @@ function build(run) {
         "div",
         { class: "section-head" },
         el("h2", { id: `${name}-title` }, title),
-        name === "requests" ? legend(PHASES.filter((phase) => phase !== "between")) : null,
+        name === "requests" ? legend(PHASES.filter((phase) => phase !== "between" && run.requests.some((request) => request.phases[phase] > 0))) : null,
       ),
       children,
     );

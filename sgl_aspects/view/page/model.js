@@ -9,12 +9,14 @@ async function unpack() {
 }
 
 // The scheduler's names of batches, and the displayed names of phases. Texts of a trace are looked up in maps only.
-const MODES = new Map([["extend", "prefill"], ["mixed", "mixed"], ["decode", "decode"]]);
-const PHASES = ["tokenize", "queue", "prefill", "between", "decode", "other"];
+const MODES = new Map([["extend", "prefill"], ["mixed", "mixed"], ["decode", "decode"], ["denoise", "denoise"]]);
+const IMAGE_PHASES = ["encode", "denoise", "decode_latents"];
+const PHASES = ["tokenize", "queue", ...IMAGE_PHASES, "prefill", "between", "decode", "other"];
 const PARTS = ["schedule", "forward", "run_batch", "sample", "process_result", "other"];
 const LABELS = {
   between: "between chunks",
   other: "elsewhere",
+  decode_latents: "decode latents",
   run_batch: "rest of run_batch",
   process_result: "process result",
   kv: "KV cache in use",
@@ -166,7 +168,7 @@ class Request extends Item {
     let reached = this.start;
     for (const child of run.children(this.index)) {
       const phase = run.name(child);
-      if (!["tokenize", "queue", "prefill", "decode"].includes(phase)) continue;
+      if (!["tokenize", "queue", "prefill", "decode", ...IMAGE_PHASES].includes(phase)) continue;
       const start = Math.max(run.start[child], reached);
       const end = Math.min(run.start[child] + run.duration[child], this.end);
       if (phase === "prefill" && start > reached && this.phases.prefill > 0) this._segment("between", reached, start);
