@@ -249,18 +249,12 @@ def _listed(
     if not found:
         return Text("no requests yet", style="dim")
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", width=8, no_wrap=True)
-    table.add_column(width=7, no_wrap=True)
     id_width = 34 if width >= _WIDE else 16
     bar_width = max(8, width - id_width - 44)
-    table.add_column(width=bar_width, no_wrap=True)
-    table.add_column(justify="right", width=9, no_wrap=True)
-    table.add_column(justify="right", width=6, no_wrap=True)
-    table.add_column(width=id_width, no_wrap=True)
-    has_images = any(
-        phase in IMAGE_PHASES for each in run.phases.values() for phase in (*each.seconds, each.current)
-    )
-    named = [phase for phase in REQUEST_PHASES if (phase in IMAGE_PHASES) <= has_images]
+    for cells in (8, -7, -bar_width, 9, 6, -id_width):  # numbers to the right
+        table.add_column(justify="right" if cells > 0 else "left", width=abs(cells), no_wrap=True)
+    seen = {phase for each in run.phases.values() for phase in (*each.seconds, each.current)}
+    named = [phase for phase in REQUEST_PHASES if phase in seen or phase not in IMAGE_PHASES]
     legend = Text(" ").join(Text(phase, style=STYLES[phase]) for phase in named)
     if width >= _WIDE:
         for phase in named:

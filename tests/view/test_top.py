@@ -397,5 +397,4 @@ def test_an_image_has_its_phases(tmp_path: Path) -> None:
     assert re.search("▒+▚+▇+▄+░+", row)
     assert re.search(r"queue 2\.00 s +encode 2\.00 s +denoise 2\.00 s +decode_latents 2\.00 s", narrow)
     assert re.search(r"^denoise +\d", narrow, re.MULTILINE)
-    empty = LiveRun(tmp_path / "none")
-    assert "encode" not in shown(empty, 140)
+    assert "encode" not in shown(LiveRun(tmp_path / "none"), 140)

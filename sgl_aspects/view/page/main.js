@@ -122,11 +122,8 @@ function build(run) {
 const motion = () => (matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth");
 
 function hint(run) {
-  const slowest = run.requests.reduce((found, request) => (!found || request.duration > found.duration ? request : found), null);
-  return el(
-    "div",
-    { class: "panel hint" },
-    el("h2", {}, "Find the slow phase"),
+  return hintPanel(
+    "Find the slow phase",
     el(
       "ol",
       {},
@@ -134,21 +131,20 @@ function hint(run) {
       el("li", {}, "Read what stands out against the run's median, and open its slowest step."),
       el("li", {}, "See what that step did, and whom else it kept waiting."),
     ),
-    slowest
-      ? el("button", { type: "button", class: "action", onclick: () => (location.hash = `request=${slowest.index}`) }, `Open the slowest: ${duration(slowest.duration)}`)
-      : null,
+    ["request", run.requests, () => ""],
   );
 }
 
 function ownHint(run) {
-  const slowest = run.others.reduce((found, other) => (other.duration > found.duration ? other : found));
-  return el(
-    "div",
-    { class: "panel hint" },
-    el("h2", {}, "No request of an engine was recorded"),
-    el("p", { class: "muted" }, "These are functions that were traced by name. Open one to see what ran inside it."),
-    el("button", { type: "button", class: "action", onclick: () => (location.hash = `trace=${slowest.index}`) }, `Open the slowest: ${slowest.name}, ${duration(slowest.duration)}`),
-  );
+  const text = el("p", { class: "muted" }, "These are functions that were traced by name. Open one to see what ran inside it.");
+  return hintPanel("No request of an engine was recorded", text, ["trace", run.others, (other) => `${other.name}, `]);
+}
+
+function hintPanel(title, text, [kind, items, nameOf]) {
+  const slowest = items.reduce((found, item) => (!found || item.duration > found.duration ? item : found), null);
+  const open = () => (location.hash = `${kind}=${slowest.index}`);
+  const button = () => el("button", { type: "button", class: "action", onclick: open }, `Open the slowest: ${nameOf(slowest)}${duration(slowest.duration)}`);
+  return el("div", { class: "panel hint" }, el("h2", {}, title), text, slowest ? button() : null);
 }
 
 unpack()

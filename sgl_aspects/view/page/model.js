@@ -97,17 +97,17 @@ class Run {
 
   /** Medians: what is usual in this run. */
   _typical() {
-    this.typical = { phase: {}, step: new Map(), tokens: median(this.requests.map((r) => r.outputTokens ?? 0)) };
-    for (const phase of PHASES) this.typical.phase[phase] = median(this.requests.map((r) => r.phases[phase]));
-    this.typical.duration = median(this.requests.map((r) => r.duration));
-    this.typical.toFirst = median(this.requests.filter((r) => r.toFirst !== null).map((r) => r.toFirst));
-    this.typical.perToken = median(this.requests.filter((r) => r.perToken !== null).map((r) => r.perToken));
-    const durations = new Map();
-    for (const step of this.steps) {
-      if (!durations.has(step.mode)) durations.set(step.mode, []);
-      durations.get(step.mode).push(step.duration);
-    }
-    for (const [mode, numbers] of durations) this.typical.step.set(mode, median(numbers));
+    const { requests, steps } = this;
+    const usual = (items, value) => median(items.map(value).filter((one) => one !== null));
+    const modes = [...new Set(steps.map((step) => step.mode))];
+    this.typical = {
+      phase: Object.fromEntries(PHASES.map((phase) => [phase, usual(requests, (request) => request.phases[phase])])),
+      step: new Map(modes.map((mode) => [mode, usual(steps, (step) => (step.mode === mode ? step.duration : null))])),
+      tokens: usual(requests, (request) => request.outputTokens ?? 0),
+      duration: usual(requests, (request) => request.duration),
+      toFirst: usual(requests, (request) => request.toFirst),
+      perToken: usual(requests, (request) => request.perToken),
+    };
   }
 }
 

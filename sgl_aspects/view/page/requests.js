@@ -4,7 +4,7 @@
 function bars(host, segments, from, width) {
   const track = el("span", { class: "track" });
   for (const [kind, start, end] of segments) {
-    const bar = el("span", { class: `bar k-${kind}` });
+    const bar = el("span", { class: "bar", kind });
     bar.style.left = `${(100 * (start - from)) / width}%`;
     bar.style.width = `max(2px, ${(100 * (end - start)) / width}%)`;
     track.append(bar);
@@ -13,7 +13,7 @@ function bars(host, segments, from, width) {
 }
 
 const legend = (kinds) =>
-  el("p", { class: "legend" }, kinds.map((kind) => el("span", {}, el("i", { class: `k-${kind}` }), labelOf(kind))));
+  el("p", { class: "legend" }, kinds.map((kind) => el("span", {}, el("i", { kind }), labelOf(kind))));
 
 function requestList(run, open) {
   const longest = run.requests.reduce((most, request) => Math.max(most, request.duration), 1);

@@ -20,7 +20,7 @@ function stepList(steps, open, { label, from }) {
         key: "mode",
         title: "Step",
         className: "mode",
-        draw: (cell, step) => cell.append(el("i", { class: `k-${step.kind}` }), `${step.mode} ${step.name}`),
+        draw: (cell, step) => cell.append(el("i", { kind: step.kind }), `${step.mode} ${step.name}`),
       },
       { key: "duration", title: "Duration", className: "number strong", text: duration },
       {
@@ -154,6 +154,7 @@ const partName = ({ name, parts }) =>
 const MOST_OPERATORS = 15;
 
 const BINS = 160;
+const MILLISECONDS = { range: (_, __, high) => [0, (high || 1) * 1.05], text: (ms) => duration(ms * 1e6) };
 
 /** Steps over time, and below them the batch, the queue and the KV cache, on the same line of time. */
 class Engine {
@@ -223,22 +224,13 @@ class Engine {
   _steps() {
     const { steps } = this.run;
     const columns = this.kinds.map((kind) => steps.map((step) => (step.kind === kind ? step.duration / 1e6 : null)));
-    return {
-      data: [this.seconds, ...columns],
-      options: overTime({
-        height: 220,
-        range: this.range,
-        y: { range: (_, __, high) => [0, (high || 1) * 1.05], text: (ms) => duration(ms * 1e6) },
-        series: this.kinds.map((kind) => ({
-          paths: () => null,
-          points: { show: true, size: steps.length > 5000 ? 3 : 6, width: 0, fill: colour(kind), stroke: colour(kind) },
-        })),
-        hooks: this._hooks({
-          setCursor: [(u) => this._point(u)],
-          ready: [(u) => this._clicks(u)],
-        }),
-      }),
-    };
+    const dots = this.kinds.map((kind) => this._dots(kind, steps.length > 5000 ? 3 : 6));
+    const hooks = this._hooks({ setCursor: [(u) => this._point(u)], ready: [(u) => this._clicks(u)] });
+    return this._overTime([this.seconds, ...columns], { height: 220, y: MILLISECONDS, series: dots, hooks });
+  }
+
+  _overTime(data, options) {
+    return { data, options: overTime({ range: this.range, hooks: this._hooks(), ...options }) };
   }
 
   /** The step that is nearest to the pointer, within some pixels; null where there is none. */
@@ -282,22 +274,15 @@ class Engine {
     const means = parts.map((part) => bins.map((steps) => mean(steps, (step) => step.parts[part] / 1e6)));
     const stacked = means.map((_, at) => bins.map((steps, bin) => (steps.length ? means.slice(0, at + 1).reduce((sum, column) => sum + column[bin], 0) : null)));
     const width = this.range[1] / BINS;
-    return {
-      data: [bins.map((_, bin) => (bin + 0.5) * width), ...stacked.reverse()],
-      options: overTime({
-        height: 120,
-        range: this.range,
-        y: { range: (_, __, high) => [0, (high || 1) * 1.05], text: (ms) => duration(ms * 1e6) },
-        series: [...parts].reverse().map((part) => ({
-          fill: colour(part),
-          stroke: colour(part),
-          width: 0,
-          paths: uPlot.paths.bars({ size: [0.95, 40] }),
-          points: { show: false },
-        })),
-        hooks: this._hooks(),
-      }),
-    };
+    const series = [...parts].reverse().map((part) => ({
+      fill: colour(part),
+      stroke: colour(part),
+      width: 0,
+      paths: uPlot.paths.bars({ size: [0.95, 40] }),
+      points: { show: false },
+    }));
+    const middles = bins.map((_, bin) => (bin + 0.5) * width);
+    return this._overTime([middles, ...stacked.reverse()], { height: 120, y: MILLISECONDS, series });
   }
 
   _bins() {
@@ -310,18 +295,15 @@ class Engine {
     return { stroke: colour(name), width: 1.5, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } };
   }
 
+  _dots(name, size) {
+    return { paths: () => null, points: { show: true, size, width: 0, fill: colour(name), stroke: colour(name) } };
+  }
+
   _counts() {
-    const column = (key) => this.run.steps.map((step) => step[key]);
-    return {
-      data: [this.seconds, column("running"), column("waiting"), column("batchSize")],
-      options: overTime({
-        height: 110,
-        range: this.range,
-        y: { range: (_, __, high) => [0, Math.max(high ?? 0, 1) * 1.1], text: (value) => (Number.isInteger(value) ? count(value) : "") },
-        series: [this._line("running"), this._line("waiting"), { ...this._line("batch"), dash: [4, 3] }],
-        hooks: this._hooks(),
-      }),
-    };
+    const columns = ["running", "waiting", "batchSize"].map((key) => this.run.steps.map((step) => step[key]));
+    const y = { range: (_, __, high) => [0, Math.max(high ?? 0, 1) * 1.1], text: (value) => (Number.isInteger(value) ? count(value) : "") };
+    const series = [this._line("running"), this._line("waiting"), { ...this._line("batch"), dash: [4, 3] }];
+    return this._overTime([this.seconds, ...columns], { height: 110, y, series });
   }
 
   _kv() {
@@ -329,20 +311,9 @@ class Engine {
     const cached = new Map(); // share of cached prompt tokens, shown at each request's first step
     for (const request of requests)
       if (request.steps.length && request.promptTokens) cached.set(request.steps[0], (request.cachedTokens ?? 0) / request.promptTokens);
-    return {
-      data: [this.seconds, steps.map((step) => step.kvUsage), steps.map((step) => cached.get(step) ?? null)],
-      options: overTime({
-        height: 130,
-        last: true,
-        range: this.range,
-        y: { range: [0, 1.02], text: percent },
-        series: [
-          { ...this._line("kv"), fill: `${colour("kv")}33` },
-          { paths: () => null, points: { show: true, size: 5, width: 0, fill: colour("cached"), stroke: colour("cached") } },
-        ],
-        hooks: this._hooks(),
-      }),
-    };
+    const series = [{ ...this._line("kv"), fill: `${colour("kv")}33` }, this._dots("cached", 5)];
+    const data = [this.seconds, steps.map((step) => step.kvUsage), steps.map((step) => cached.get(step) ?? null)];
+    return this._overTime(data, { height: 130, last: true, y: { range: [0, 1.02], text: percent }, series });
   }
 
   _zoomOut() {

@@ -1,12 +1,13 @@
 // Elements and texts. Contents of spans are added to the page as text, never as markup.
 
-/** An element; `properties` are set on it ("class", "on…", "aria-…" too), strings become text. */
+/** An element; `properties` are set on it ("class", "on…", "aria-…", "kind": its colour), strings become text. */
 function el(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "class") element.className = value;
+    else if (name === "kind") element.style.background = `var(--${value})`;
     else element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
