@@ -18,7 +18,7 @@ LONGER = {
     "runtime/test_server.py": 445,
     "support/broken_platforms.py": 458,
     "support/sglang_registry_cases.py": 655,
-    "tracing/test_collector.py": 422,
+    "tracing/test_collector.py": 421,
     "tracing/test_current.py": 454,
     "tracing/test_engine.py": 423,
     "tracing/test_otlp.py": 402,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
+from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
@@ -22,11 +24,19 @@ LIST = SpanType("list", {"list": list})
 TOO_LARGE = 1 << 70
 
 
+def poll(reader: RunReader) -> Iterator[tuple[RingReader, Record]]:
+    """Read what was written since the last call, and give the slots back to their writers."""
+    for writer, records in reader.poll_rings():
+        writer.commit(writer.taken)
+        for record in records:
+            yield writer, record
+
+
 def read_all(reader: RunReader) -> list[Record]:
     """Everything that can be read now, in the order of each ring."""
-    found = [record for _, record in reader.poll()]
+    found = [record for _, record in poll(reader)]
     while reader.has_more:
-        found += [record for _, record in reader.poll()]
+        found += [record for _, record in poll(reader)]
     return found
 
 

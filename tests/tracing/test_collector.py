@@ -26,6 +26,7 @@ from tests.support import workers
 from tests.support.collectors import has_delivered, kill_collector, kill_collector_for_good
 from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
 from tests.support.processes import is_running, wait_until, without_room
+from tests.support.rings import poll, read_all
 from tests.support.sessions import REQUEST, begin, read_file, run_scheduler
 
 spawn = multiprocessing.get_context("spawn")
@@ -238,14 +239,12 @@ def test_a_writer_far_ahead_drops_and_counts(monkeypatch: pytest.MonkeyPatch, tm
     for number in range(1000):
         recorder.spans(REQUEST)(recorder.new_id(), 1, 1, 1, 2, [number])
     reader = RunReader(str(tmp_path))
-    first = [record for _, record in reader.poll()]
+    first = [record for _, record in poll(reader)]
     assert [record.values for record in first if isinstance(record, SpanEnd)] == [[n] for n in range(255)]
-    while reader.has_more:
-        first += [record for _, record in reader.poll()]
-    assert len(first) == 256
+    assert len(first) + len(read_all(reader)) == 256
     assert reader.dropped == 744
     recorder.spans(REQUEST)(recorder.new_id(), 1, 1, 1, 2, [2000])
-    (record,) = [record for _, record in reader.poll()]
+    (record,) = [record for _, record in poll(reader)]
     assert isinstance(record, SpanEnd)
     assert record.values == [2000]
     recorder.close()

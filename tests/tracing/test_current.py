@@ -33,6 +33,7 @@ from sgl_aspects.tracing.sdk import SdkRecorder
 from sgl_aspects.weaving import weaver
 from tests.support.distributions import install
 from tests.support.memory_recorder import enter
+from tests.support.rings import poll
 from tests.support.stand_ins import Engine, ForwardMode
 
 MANAGER = """
@@ -126,15 +127,14 @@ def traced(
             return by_name(memory.get_finished_spans())
 
     else:
-        run = tmp_path / "run"
-        run.mkdir()
+        (run := tmp_path / "run").mkdir()
         recorder = RingRecorder(str(run))
 
         def spans() -> dict[str, ReadableSpan]:
             found: list[ReadableSpan] = []
             reader = RunReader(str(run))
             joiner = Joiner(Resource({}), lambda span: found.append(span.readable()))
-            for writer, record in reader.poll():
+            for writer, record in poll(reader):
                 joiner.add(writer, record)
             joiner.finish()
             reader.close()

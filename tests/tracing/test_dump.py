@@ -21,6 +21,7 @@ from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, 
 from tests.support import workers
 from tests.support.otlp_receiver import spans_of
 from tests.support.processes import command, output_of, wait_until
+from tests.support.rings import poll
 from tests.support.sessions import begin, read_file, run_scheduler
 
 pytestmark = pytest.mark.usefixtures("forked_collectors")
@@ -37,7 +38,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     process.join(60)
     process.close()
     reader = RunReader(str(folder))
-    assert len(list(reader.poll())) == 9
+    assert len(list(poll(reader))) == 9
     reader.close()
     return folder
 

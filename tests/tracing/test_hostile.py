@@ -34,7 +34,7 @@ from sgl_aspects.tracing.record.codec import DamagedError, Decoder, encode, is_p
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanEnd, SpanType
 from tests.support.processes import python
-from tests.support.rings import PLAIN, TEXT, read_all, record_everything
+from tests.support.rings import PLAIN, TEXT, poll, read_all, record_everything
 
 SLOTS = 256
 GOOD = 150  # of the spans that the good file ends with
@@ -65,9 +65,9 @@ def export_all(folder: Path) -> list[ReadableSpan]:
     reader = RunReader(str(folder))
     collected: list[CollectedSpan] = []
     joiner = Joiner(Resource({}), collected.append, joins_partial=True)
-    found = list(reader.poll())
+    found = list(poll(reader))
     while reader.has_more:
-        found += reader.poll()
+        found += poll(reader)
     for writer, record in found:
         joiner.add(writer, record)
     for writer in reader.writers.values():

@@ -37,6 +37,7 @@ from tests.support.rings import (
     PLAIN,
     TEXT,
     TOO_LARGE,
+    poll,
     read_all,
     record_everything,
     written_until_killed,
@@ -154,7 +155,7 @@ def test_a_new_collector_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
     for number in range(700):
         recorder.spans(PLAIN)(number + 1, 1, 1, 1, 2, [number])
     first = RunReader(str(tmp_path))
-    before = [record for _, record in first.poll()]  # not all of it
+    before = [record for _, record in poll(first)]  # not all of it
     assert 0 < len(before) < 700
     second = RunReader(str(tmp_path))
     after = read_all(second)
@@ -226,7 +227,7 @@ def test_four_writers_are_all_accounted_for(
     reader = RunReader(str(tmp_path))
     seen: list[int] = []
     while any(writer.is_alive() for writer in writers) or reader.has_more:
-        seen += [record.span_id for _, record in reader.poll() if isinstance(record, SpanEnd)]
+        seen += [record.span_id for _, record in poll(reader) if isinstance(record, SpanEnd)]
     seen += [record.span_id for record in read_all(reader) if isinstance(record, SpanEnd)]
     assert len(seen) == len(set(seen))
     assert len(seen) + reader.dropped == 4 * each

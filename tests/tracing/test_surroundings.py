@@ -30,7 +30,7 @@ from sgl_aspects.tracing.session import current
 from tests.support import workers
 from tests.support.otlp_receiver import spans_of
 from tests.support.processes import command, is_running, output_of, python, wait_until
-from tests.support.rings import PLAIN, read_all
+from tests.support.rings import PLAIN, poll, read_all
 from tests.support.sessions import begin, read_file
 from tests.support.tiny_models import make_llama
 
@@ -315,7 +315,7 @@ def test_a_run_of_more_processes_than_files_may_be_open(
     reader = RunReader(str(tmp_path), keeps_all=keeps_all)
     found, ended, is_done = [], 0, False
     while not is_done:
-        found += [record.span_id for _, record in reader.poll() if isinstance(record, SpanEnd)]
+        found += [record.span_id for _, record in poll(reader) if isinstance(record, SpanEnd)]
         ended += len(reader.take_ended())
         is_done = not reader.has_more
         assert len(os.listdir("/proc/self/fd")) < open_before + 20

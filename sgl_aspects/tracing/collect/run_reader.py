@@ -51,17 +51,10 @@ class RunReader:
     def _open(self) -> list[RingReader]:
         return [*list(self._gone), *list(self.writers.values())]
 
-    def poll(self) -> Iterator[tuple[RingReader, Record]]:
-        """Read what was written since the last call. ``has_more`` afterwards: some ring has a lot left to
-        read.
-        """
-        for writer, records in self.poll_rings():
-            writer.commit(writer.taken)
-            for record in records:
-                yield writer, record
-
     def poll_rings(self) -> Iterator[tuple[RingReader, list[Record]]]:
-        """The same, each ring's records at once; their slots are the writer's again after ``commit``."""
+        """Read what was written since the last call, each ring's records at once; their slots are the
+        writer's again after ``commit``. ``has_more`` afterwards: some ring has a lot left to read.
+        """
         self.find()
         self.has_more = False
         for writer in list(self.writers.values()):
