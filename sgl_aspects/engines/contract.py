@@ -209,7 +209,8 @@ class Message:
     abort_all: bool | None
     reason: Any  # of an abort: why the engine rejected the request
     prompt_tokens: int | None
-    elsewhere: tuple[int, int, bool] | None  # trace id, span id and sampled flag, from another host
+    elsewhere: tuple[int, int, bool] | None  # of a follower: trace id, span id and sampled flag
+    remote: tuple[int, int, bool] | None  # the same, of a request that another host received
 
 
 class Req:

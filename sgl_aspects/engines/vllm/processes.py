@@ -8,7 +8,8 @@ from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_aspects.engines.base import CallReader, Role, parameter
+from sgl_aspects import env
+from sgl_aspects.engines.base import CallReader, Lifecycle, Role, parameter
 from sgl_aspects.engines.contract import Observation
 from sgl_aspects.engines.vllm import disaggregation
 
@@ -60,8 +61,12 @@ ROLES = {
 #: Of this integration's own observers.
 OWN_ROLES = {
     "submit_chats": Role(("vllm.entrypoints.llm:LLM.*chat",)),
+    "carry_trace": Role(("vllm.v1.engine.core_client:AsyncMPClient+._send_input",)),
     "submit_scores": Role(("vllm.entrypoints.**:LLM.score", "vllm.entrypoints.**:*OfflineMixin.score")),
 }
+_carry_request = parameter(2, "request")
+# Among the trace headers of a request, which only vLLM's own tracing reads: the run, and the trace.
+_CARRIED, _RUN = "sgl-aspects-request", "SGL_ASPECTS_TRACE_RUN"
 _OPERATIONS = {"submit_chats": "chat", "submit_scores": "rerank"}
 _submits: ContextVar[str] = ContextVar("sgl_aspects_submits", default="")
 
@@ -73,8 +78,30 @@ def operation(request: Any) -> str | None:
     return _submits.get() or ("chat" if request.request_id.startswith("chatcmpl-") else None)
 
 
-def observers() -> Iterable[Observation]:
-    """Yield observers of a program's chats and scores, whose requests do not differ from others."""
+def carried(request: Any) -> tuple[int, int, bool] | None:
+    """Return trace id, span id and sampled flag of a request that another host's API server received."""
+    run, *ids = (request.trace_headers or {}).get(_CARRIED, "").rsplit(" ", 3)
+    if not ids or run == env.text(_RUN):
+        return None
+    trace_id, span_id, is_sampled = map(int, ids)
+    return trace_id, span_id, bool(is_sampled)
+
+
+def observers(trackers: Lifecycle) -> Iterable[Observation]:
+    """Yield observers of a program's chats and scores, whose requests do not differ from others; and one that
+    adds the trace to requests for engine cores on other hosts.
+    """
+
+    def carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        parallel, request = args[0].vllm_config.parallel_config, _carry_request(args, kwargs)
+        current = trackers.current_request()
+        is_local = parallel.data_parallel_size_local >= parallel.data_parallel_size
+        if is_local or current is None or not hasattr(request, "trace_headers"):
+            return
+        told = " ".join([env.text(_RUN) or "", *(str(int(each)) for each in current)])
+        request.trace_headers = {**(request.trace_headers or {}), _CARRIED: told}
+
+    yield Observation("carry_trace", carry)
     for role, name in _OPERATIONS.items():
         yield Observation(
             role,

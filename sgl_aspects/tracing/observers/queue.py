@@ -39,7 +39,7 @@ class QueueObserver:
         self._prompt_tokens = reader("message.prompt_tokens")
         self._message_rid = reader("message.rid")
         self._is_probe = reader("message.is_probe")
-        self._elsewhere = reader("message.elsewhere")
+        self._elsewhere, self._remote = reader("message.elsewhere"), reader("message.remote")
         self._abort_all = reader("message.abort_all")
         self._waiting_rids = reader("scheduler.waiting_rids")
         self._rid = reader("req.rid")
@@ -75,7 +75,7 @@ class QueueObserver:
         if self._is_probe(message):
             return None
         rid: str = self._message_rid(message)
-        elsewhere = None
+        elsewhere = self._remote(message)
         if self._is_follower(scheduler):
             self._requests.follow()
             elsewhere = self._elsewhere(message)

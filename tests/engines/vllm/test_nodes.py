@@ -1,5 +1,5 @@
 """Real vLLM over two nodes, each a run of its own: passes of both belong to the steps that the first one
-scheduled (make test-vllm).
+scheduled, and replicas of both to requests that the first one received (make test-vllm).
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.support.engine_server import EngineServer, start_server
+from tests.support.otlp_receiver import http_receiver
 from tests.support.phases import engine_receiver
 from tests.support.processes import free_port
 from tests.support.sglang_models import make_mini
-from tests.support.vllm_server import ENVIRONMENT, VLLM_SERVE, serve
+from tests.support.vllm_server import ENVIRONMENT, VLLM_SERVE, serve, traced
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -59,3 +60,31 @@ def test_passes_of_both_nodes_belong_to_the_steps_of_the_first(tmp_path: Path) -
     for found in places.values():
         assert found == {("tp0 pp0 dp0", 0), ("tp1 pp0 dp0", 1)}
     assert {span.resource["sgl_aspects.node.rank"] for span in receiver.named("chat mini")} == {0}
+
+
+def test_requests_have_their_phases_on_the_node_of_their_replica(tmp_path: Path) -> None:
+    model = make_mini(tmp_path / "mini")
+    options = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--dtype", "float32"]
+    options += ["--enforce-eager", "--data-parallel-address", "127.0.0.1"]
+    options += ["--data-parallel-rpc-port", str(free_port())]
+    # Not by the whole rule of phases: a request has no times from another host.
+    with http_receiver() as receiver:
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1", **traced(receiver)}
+        second = [*VLLM_SERVE, str(model), "--served-model-name", "mini", "--max-model-len", "1024", *options]
+        second += ["--headless", "--data-parallel-start-rank", "1"]
+        own = {**ENVIRONMENT, **environment}
+        with (
+            start_server(EngineServer, second, 0, tmp_path / "second", own, waits=False),
+            serve(model, tmp_path / "first", more=options, environment=environment) as server,
+        ):
+            server.chats([f"number {number}" for number in range(8)], [{}] * 8)
+            receiver.wait_for(lambda spans: sum(span.name == "decode" for span in spans) == 8)
+            receiver.wait_for(lambda spans: sum(span.name == "chat mini" for span in spans) == 8)
+    roots = {span.span_id: span for span in receiver.named("chat mini")}
+    for phase in ("queue", "prefill", "decode"):
+        spans = receiver.named(phase)
+        assert {span.parent_id for span in spans} == roots.keys()
+        assert all(span.trace_id == roots[span.parent_id].trace_id for span in spans)
+        assert {span.resource["sgl_aspects.rank"] for span in spans} == {"dp0", "dp1"}
+    linked = {link for step in receiver.named("scheduler.step") for _, link in step.links}
+    assert linked == roots.keys()
