@@ -14,7 +14,7 @@ import pytest
 from sgl_aspects.cli.main import main
 from sgl_aspects.tracing import attach
 from tests.support.distributions import install
-from tests.support.processes import command, finished, free_port, output_of, python
+from tests.support.processes import command, error_of, finished, free_port, output_of, python
 
 PROGRAM = """
 import multiprocessing, os, subprocess, sys
@@ -195,10 +195,7 @@ def test_the_exit_status_is_the_programs_own(site: Path) -> None:
 def test_what_cannot_run_is_one_line(
     site: Path, program: tuple[str, ...], options: tuple[str, ...], message: str
 ) -> None:
-    done = sgl_aspects_run(site, *program, options=options)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert message in error_of(sgl_aspects_run(site, *program, options=options))
 
 
 @pytest.mark.parametrize("content", ["", "#!/no/such/interpreter\n", "\x7fELF"])
@@ -209,10 +206,7 @@ def test_a_program_without_an_interpreter_is_one_line(
     program = site / "script"
     program.write_text(content)
     program.chmod(0o755)
-    done = sgl_aspects_run(site, str(program), options=options)
-    assert done.returncode == 2
-    assert f"{program} cannot be run: " in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert f"{program} cannot be run: " in error_of(sgl_aspects_run(site, str(program), options=options))
 
 
 def test_a_missing_required_hook_stops_the_program_with_its_reason(site: Path) -> None:

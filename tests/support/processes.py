@@ -109,6 +109,12 @@ def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[s
     return python("-m", "sgl_aspects", *words, **options)
 
 
+def error_of(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command wrote that refused, on one line."""
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    return done.stderr
+
+
 def output_of(done: subprocess.CompletedProcess[str]) -> str:
     """Return what a command has printed; fails with its errors if it did not end with status 0."""
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

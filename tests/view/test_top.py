@@ -34,7 +34,7 @@ from sgl_aspects.tracing.schema import DECODE, DECODE_LATENTS, DENOISE, ENCODE, 
 from sgl_aspects.view.live import LiveRun, Second
 from sgl_aspects.view.top_screen import View, screen, spark
 from tests.support import workers
-from tests.support.processes import command, output_of
+from tests.support.processes import command, error_of, output_of
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -198,9 +198,7 @@ def test_once_without_a_terminal(served: Served) -> None:
 
 def test_a_run_that_has_ended(served: Served, tmp_path: Path) -> None:
     served.end()
-    done = command("top", "--run", str(served.folder))
-    assert done.returncode == 2
-    assert f"sgl-aspects report {served.folder}" in done.stderr
+    assert f"sgl-aspects report {served.folder}" in error_of(command("top", "--run", str(served.folder)))
     assert command("top", "--run", str(tmp_path / "absent")).returncode == 2
 
 
