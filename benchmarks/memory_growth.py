@@ -19,8 +19,7 @@ import psutil
 
 WARM_UP_SHARE = 0.35
 _PARTS = 12
-# Readings of a part that may be above its edge.
-_PEAKS = 2
+_PEAKS = 2  # readings of a part that may be above its edge
 _MIB = 1 << 20
 
 

@@ -1,8 +1,7 @@
 """A backend on loopback, in a process of its own, that counts the spans it is sent.
 
 POST /NAME/v1/traces takes OTLP; GET / returns the counts as JSON, by name, and of all spans of requests:
-"requests", and "refused" for those that were answered with 400. Other posts are
-answered but not counted.
+"requests", and "refused" for those that were answered with 400. Other posts are only answered.
 """
 
 from __future__ import annotations
