@@ -9,7 +9,6 @@ that is given back for a while and taken again moves a part's median, and seldom
 from __future__ import annotations
 
 import asyncio
-import heapq
 import statistics
 import time
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ class Growth:
         """Compute it from readings in bytes, evenly spaced over this number of seconds."""
         size = len(readings) // _PARTS
         parts = [readings[i * size : (i + 1) * size] for i in range(_PARTS)]
-        edges = [heapq.nlargest(_PEAKS + 1, part)[-1] / _MIB for part in parts]
+        edges = [sorted(part)[-1 - _PEAKS] / _MIB for part in parts]
         hours = [(i + 0.5) * seconds / 3600 / _PARTS for i in range(_PARTS)]
         slope, start = statistics.linear_regression(hours, edges)
         squares = sum((found - start - slope * hour) ** 2 for hour, found in zip(hours, edges))
