@@ -62,12 +62,9 @@ def _shortened(text: str) -> str:
         return text.replace(_NO_CODE, ": ")
     where = f"{address[1]}:{address[2]}"
     if "Caused by ProxyError" in text:  # of https the address is the backend's, otherwise the proxy's
-        https = address[0].startswith("HTTPS")
-        return (
-            f"{where} cannot be reached through the proxy: {reason[1]}"
-            if https
-            else (f"the proxy {where} cannot be reached: {reason[1]}")
-        )
+        if address[0].startswith("HTTPS"):
+            return f"{where} cannot be reached through the proxy: {reason[1]}"
+        where = f"the proxy {where}"
     return f"{where} cannot be reached: {reason[1]}"
 
 
