@@ -13,8 +13,7 @@ from sgl_aspects.cli import kernel_profile
 from sgl_aspects.compat import ProfilerEvent
 from sgl_aspects.runtime import ServerArgs
 from sgl_aspects.tracing import attach
-from sgl_aspects.tracing.observers.kernels import Kernel, kernels_of, summary_of
-from sgl_aspects.tracing.observers.layers import RANGE
+from sgl_aspects.tracing.observers.kernels import RANGE, Kernel, kernels_of, summary_of
 from tests.support.schedulers import run_in_process
 from tests.support.tiny_models import make_llama
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from sgl_aspects import compat
-from sgl_aspects.tracing.observers.kernels import kernels_of
-from sgl_aspects.tracing.observers.layers import ModuleRanges
+from sgl_aspects.tracing.observers.kernels import ModuleRanges, kernels_of
 
 COMPILED: Any = functools.partial(torch.compile, backend="eager", fullgraph=True)
 ROW = torch.ones(1, 4)

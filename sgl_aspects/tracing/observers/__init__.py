@@ -19,13 +19,14 @@ from sgl_aspects.engines.contract import WITHOUT_STEPS, Observation
 from sgl_aspects.tracing.context import OpenSpan, add_source, bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.detail import DetailObserver
+from sgl_aspects.tracing.observers.detokenizing import DetokenizerObserver
 from sgl_aspects.tracing.observers.draft import DraftObserver
 from sgl_aspects.tracing.observers.exchanged import HTTP_ROLES, ExchangeObserver
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.process import PreparationObserver, ProcessObserver
 from sgl_aspects.tracing.observers.profile import ProfileObserver
 from sgl_aspects.tracing.observers.queue import QueueObserver
-from sgl_aspects.tracing.observers.serving import CallingObserver, DetokenizerObserver, ServingObserver
+from sgl_aspects.tracing.observers.serving import CallingObserver, ServingObserver
 from sgl_aspects.tracing.observers.steps import StepObserver
 from sgl_aspects.tracing.options import DEFAULTS, TraceOptions
 from sgl_aspects.tracing.record.recorder import Recorder

@@ -18,8 +18,7 @@ from sgl_aspects.engines.contract import Observation
 from sgl_aspects.run import clock
 from sgl_aspects.run.requests import Taken, take_requests
 from sgl_aspects.tracing.lifecycle import Trackers
-from sgl_aspects.tracing.observers.kernels import Kernel, kernels_of, summary_of
-from sgl_aspects.tracing.observers.layers import ModuleRanges
+from sgl_aspects.tracing.observers.kernels import Kernel, ModuleRanges, kernels_of, summary_of
 from sgl_aspects.tracing.observers.worker import WorkerPasses
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
