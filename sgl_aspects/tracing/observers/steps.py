@@ -327,11 +327,8 @@ class StepObserver(native.StepPath):
             self._released_ns.clear()
         known = len(self.requests)
         if known != self.known or step.prefill is not None or now - self.read_ns >= layout.READING_NS:
-            self.read_ns, self.known = now, known
-            waiting, running = self._queues(scheduler)
-            self.waiting, self.running = figure(waiting), figure(running)
-            self.usage = usage_figure(self._kv_usage(scheduler))
-            bridge_opentelemetry()  # OpenTelemetry may have been imported meanwhile
+            self.known = known
+            self._read_queues(scheduler)
         step.store_queues(self.waiting, self.running, self.usage)
         if error is not None:
             tracker.fail(step, 1 << layout.CHILD_PROCESS_RESULT, error_type(error))
@@ -340,6 +337,13 @@ class StepObserver(native.StepPath):
         tracker.end(step, now)
         if tracker.late and not self.requests:
             tracker.read_late()
+
+    def _read_queues(self, scheduler: Any) -> None:
+        self.read_ns = monotonic_ns()
+        waiting, running = self._queues(scheduler)
+        self.waiting, self.running = figure(waiting), figure(running)
+        self.usage = usage_figure(self._kv_usage(scheduler))
+        bridge_opentelemetry()  # OpenTelemetry may have been imported meanwhile
 
     def _end_requests(self, finished: Sequence[Any]) -> None:
         requests = self._requests

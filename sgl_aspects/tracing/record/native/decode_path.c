@@ -516,7 +516,7 @@ static PyType_Spec DraftCounts_spec = {"sgl_aspects.tracing.record.native.DraftC
 /* -- a step: scheduled, launched, its result processed ----------------------------------------------------- */
 
 static PyObject *s_schedule_exit, *s_run_enter, *s_run_exit, *s_process_enter, *s_process_exit;
-static PyObject *s_read_late, *s_forward_enter, *s_forward_exit, *s_launch_enter, *s_draft_enter, *s_draft_exit;
+static PyObject *s_read_late, *s_read_queues, *s_forward_enter, *s_forward_exit, *s_launch_enter, *s_draft_enter, *s_draft_exit;
 
 static PyObject *
 StepPath_schedule_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
@@ -958,10 +958,17 @@ StepPath_process_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     uint64_t now = now_ns();
     if (count == 3 && args[0] == Py_None)
         Py_RETURN_NONE;
+    /* Before anything else is looked at: it reads the engine's queues in Python. */
+    if (count == 3 && is_step(args[0]) && !is_none(((Step *)args[0])->result) && now - self->read_ns >= READING_NS) {
+        PyObject *scheduler = Py_NewRef(((Step *)args[0])->result), *read = call_method(object, s_read_queues, &scheduler, 1);
+        Py_DECREF(scheduler);
+        if (read == NULL)
+            return NULL;
+        Py_DECREF(read);
+    }
     Tracker *tracker = tracker_in(self->tracker);
     Slots *slots = (Slots *)self->slots;
-    if (count != 3 || tracker == NULL || !is_step(args[0]) || args[2] != Py_None || tracker->finishing
-        || now - self->read_ns >= READING_NS || is_none(self->slots)
+    if (count != 3 || tracker == NULL || !is_step(args[0]) || args[2] != Py_None || tracker->finishing || is_none(self->slots)
         || is_none(self->requests) || !PyDict_CheckExact(self->requests) || PyDict_GET_SIZE(self->requests) != self->known
         || !is_a(self->slots, &slots_kind) || slots->address == NULL || slots->number > slots->last)
         goto slow;
@@ -1286,7 +1293,7 @@ PyInit__decode_path(void)
                  {&s_run_exit, "_run_exit"},           {&s_process_enter, "_process_enter"},
                  {&s_process_exit, "_process_exit"},
                  {&s_forward_enter, "_enter"},         {&s_forward_exit, "_exit"},
-                 {&s_launch_enter, "_launch_enter"},   {&s_read_late, "read_late"},
+                 {&s_launch_enter, "_launch_enter"},   {&s_read_late, "read_late"}, {&s_read_queues, "_read_queues"},
                  {&s_draft_enter, "_enter"},           {&s_draft_exit, "_exit"}};
     for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
         *names[i].place = PyUnicode_InternFromString(names[i].text);
