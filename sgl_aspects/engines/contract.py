@@ -66,6 +66,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "describe_worker": ("description",),
     "forward": ("model_runner", "batch"),
     "graph_launch": (),
+    "run_encoder": (),  # of images: its graphs are not the pass's
     "sample": (),
     # Of speculation: a draft model's passes before and after the target's, or a search for a continuation.
     "draft": (),

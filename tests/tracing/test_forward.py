@@ -209,8 +209,9 @@ def test_the_device_time_of_a_replay_is_around_the_launch_of_the_graph(
     assert times == [(each, "replayed") for each in (1.0, 1.0, 2.5, 1.0)]
 
 
-def test_the_device_time_of_vllms_pass_is_around_its_replay() -> None:
-    """What it prepares before is not the device's time; of an eager pass it is."""
+@pytest.mark.parametrize("encodes", [False, True])
+def test_the_device_time_of_vllms_pass_is_around_its_replay(encodes: bool) -> None:
+    """What it prepares before is not the device's time; of an eager pass it is, an encoder's graphs too."""
     engine = dataclasses.replace(VLLM, attributes={**VLLM.attributes, "model_runner.platform": "platform"})
     recorder, clock = Memory(), Clock()
     loop, runner = loop_of(engine, recorder), SimpleNamespace(platform=clock)
@@ -218,12 +219,15 @@ def test_the_device_time_of_vllms_pass_is_around_its_replay() -> None:
     for is_replayed in (True, True, False, False, True, True):
         with loop.run(message) as result, loop.call("forward", runner, message):
             clock.now += 1.0
+            if encodes:
+                with loop.call("run_encoder", object()), loop.call("graph_launch", object()):
+                    clock.now += 8.0
             with loop.call("graph_launch", object()) if is_replayed else nullcontext():
                 clock.now += 2.0
             clock.now += 4.0
         loop.process(message, result)
     values = [dict(zip(span.type.attributes, span.values)) for span in recorder.named("forward")]
-    replayed, eager = ("replayed", 2.0), ("eager", 7.0)
+    replayed, eager = ("replayed", 2.0), ("eager", 15.0 if encodes else 7.0)
     # The first eager pass after a replay was expected to be one.
     expected = [replayed, replayed, ("eager", None), eager, replayed, replayed]
     assert [(each[GRAPH], each[DEVICE_TIME]) for each in values] == expected

@@ -18,7 +18,7 @@ from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange
 from sgl_aspects.tracing.observers.serving import ServingObserver
 from sgl_aspects.tracing.options import DEFAULTS
 from sgl_aspects.tracing.records import RequestBegin
-from sgl_aspects.tracing.schema import REQUEST
+from sgl_aspects.tracing.schema import DETOKENIZE, REQUEST
 from tests.support.memory_recorder import Memory
 
 
@@ -123,6 +123,22 @@ def test_an_answer_that_its_server_cannot_send_is_an_error() -> None:
     (root,) = recorder.ended
     assert (root.error, root.values[-1]) == ("500", 500)
     assert [*root.values[3:6]] == [3, 4, 0]
+
+
+def test_an_aborted_request_has_its_detokenizing_also_in_a_process_that_detokenizes_many() -> None:
+    """vLLM's, where an abort is no output: a span of its own, and no trace in the next one with its id."""
+    recorder = Memory()
+    calls = Trackers.of(VLLM, recorder, DEFAULTS).calls
+    for times in (2, 1):
+        origin = TraceContext(5, 7, True, "", False)
+        calls.live["a"] = Call(recorder.new_id(), "a", monotonic_ns(), origin, "chat mini")
+        for start_ns in range(times):
+            calls.detokenized_here("a", start_ns, start_ns + 1, 1, is_last=False)
+        calls.abort("a")
+    assert [span.type for span in recorder.ended] == [DETOKENIZE, REQUEST] * 2
+    first, root, second, _ = recorder.ended
+    assert (first.root_id, first.parent_id) == (root.span_id, root.span_id)
+    assert (first.values[0], second.values[0]) == (2, 1)
 
 
 def test_a_callers_context_that_a_front_end_in_rust_hands_on_is_used() -> None:

@@ -275,6 +275,7 @@ VLLM = Engine(
         "draft": Role((f"{_RUNNER}.propose_draft_token_ids",)),
         # PyTorch's, of any device: vLLM calls it in a place for each kind of graph.
         "graph_launch": Role(("torch*.*.graphs:*Graph.replay",), package="vllm"),
+        "run_encoder": Role(("vllm.v1.worker.encoder_cudagraph:EncoderCudaGraphManager.execute",)),
         "graph_capture": Role((f"{_RUNNER}.capture_model",)),
         "load_model": Role(("vllm.v1.worker.**:*PUModelRunner.load_model",)),
         "kv_init": Role((f"{_RUNNER}.initialize_kv_cache",)),

@@ -425,6 +425,8 @@ class CallTracker:
             problem = problem or str(status)  # of the server, after the engine's answer
         if call.detokenize:
             self._write_detokenized(call.detokenize[0], call.span_id, call.detokenize)
+        if parts := self.detokenizing.pop(call.rid, None):  # there was no last output
+            self._write_detokenized(self._recorder.new_id(), call.span_id, parts)
         text = None
         if self.content is not None:
             text = self.content.output(call.text, call.reason or problem)

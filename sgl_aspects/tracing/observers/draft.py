@@ -59,9 +59,9 @@ class _Drafts(native.DraftPath):
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tracker = self.tracker
-        if self.forward.is_draft or self.forward.step is not None:
+        if self.forward.is_beside or self.forward.step is not None:
             return None  # in another one
-        self.forward.is_draft = True
+        self.forward.is_beside = True
         step = tracker.running or (tracker.in_flight[-1] if tracker.in_flight else None)
         if step is None or not step.id:
             return monotonic_ns()
@@ -72,7 +72,7 @@ class _Drafts(native.DraftPath):
     def _exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
-        self.forward.is_draft = False
+        self.forward.is_beside = False
         if isinstance(token, Step):
             token.words[token.block + self.start + 1] = monotonic_ns()
             token.child = self.before

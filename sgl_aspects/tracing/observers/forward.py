@@ -53,9 +53,9 @@ class ForwardObserver(TimedPasses):
         self.runner_at = engine.position("forward", "model_runner")
         self._has_graphs = "graph_launch" in engine.roles
         self.eager_text = self.replayed_text = self.device_text = 0
-        #: The step of the running pass; whether a draft runs, whose passes are not recorded.
+        #: The step of the running pass; whether a draft or an encoder runs, whose graphs are not the pass's.
         self.step = self.met_steps = None
-        self.is_draft = False
+        self.is_beside = False
         #: A bit for each mode: whether the last pass replayed a graph, or could have. An event costs the
         #: device as much as a small kernel: where the launch marks the begin, entering does not.
         self.expects = 0
@@ -72,6 +72,7 @@ class ForwardObserver(TimedPasses):
         return [
             Observation("forward", enter, leave, level, native.WatchedCall),
             Observation("graph_launch", launch, launched, 3, native.WatchedCall),
+            Observation("run_encoder", self._encoder_enter, self._encoder_exit, 3),
             Observation("sample", self._sample_enter, self._sample_exit, 4),
         ]
 
@@ -81,7 +82,7 @@ class ForwardObserver(TimedPasses):
             return self.worker.forward_enter(args, kwargs)
         if step is not None and not self.tracker.has_passes:
             self.tracker.meet_pass()
-        is_inner = self.is_draft or self.step is not None
+        is_inner = self.is_beside or self.step is not None
         if step is None or not step.id or is_inner or self.tracker.level < 3:
             return None
         runner = self._runner(args, kwargs)
@@ -128,7 +129,7 @@ class ForwardObserver(TimedPasses):
 
     def _launch_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.step
-        if self.is_draft:
+        if self.is_beside:
             return
         if step is None:
             self.worker.graph = "replayed"
@@ -145,9 +146,16 @@ class ForwardObserver(TimedPasses):
 
     def _launch_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         # Work that the engine launches afterwards does not belong to the graph.
-        if self.events is not None and self.has_begun and not self.has_parts and error is None:
+        is_pass = self.has_begun and not self.has_parts and not self.is_beside
+        if self.events is not None and is_pass and error is None:
             self.events[1](self.stream)
             self.has_ended = True
+
+    def _encoder_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.is_beside = True
+
+    def _encoder_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
+        self.is_beside = False
 
     def _sample_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tracker = self.tracker

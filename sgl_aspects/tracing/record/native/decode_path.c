@@ -132,7 +132,7 @@ typedef struct {
     PyObject *tracker, *step, *events, *stream, *met_runner, *met_steps;
     Py_ssize_t runner_at;
     unsigned long long stream_handle, eager_text, replayed_text, device_text, passes, expects, replays;
-    char has_begun, has_ended, has_parts, has_events, is_joined, is_draft, has_replayed;
+    char has_begun, has_ended, has_parts, has_events, is_joined, is_beside, has_replayed;
 } ForwardPath;
 
 /* One child of a step, in which a draft model's passes are not the step's. */
@@ -1061,7 +1061,7 @@ forward_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
     Step *step = (Step *)tracker->running;
     if (is_none((PyObject *)step) ? self->is_joined : !tracker->has_passes)
         return OTHER_CASE; /* the step may run in another process, or has its first pass here */
-    if (is_none((PyObject *)step) || !step->id || !is_none(self->step) || self->is_draft || tracker->level < 3)
+    if (is_none((PyObject *)step) || !step->id || !is_none(self->step) || self->is_beside || tracker->level < 3)
         Py_RETURN_NONE;
     if (!is_step((PyObject *)step) || count <= self->runner_at || args[self->runner_at] != self->met_runner
         || step->steps != self->met_steps)
@@ -1100,7 +1100,7 @@ static PyObject *
 launch_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(count))
 {
     ForwardPath *self = (ForwardPath *)object;
-    if (self->is_draft || (is_none(self->step) && !self->is_joined))
+    if (self->is_beside || (is_none(self->step) && !self->is_joined))
         Py_RETURN_NONE; /* otherwise it may be a pass of a worker */
     if (self->has_replayed && !is_none(self->step)) {
         self->has_parts = 1; /* a graph for each piece of the model: a dozen and more */
@@ -1129,7 +1129,8 @@ static PyObject *
 ForwardPath_launch_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     ForwardPath *self = (ForwardPath *)object;
-    if (!is_none(self->events) && self->has_begun && !self->has_parts && count == 3 && args[2] == Py_None) {
+    int is_pass = self->has_begun && !self->has_parts && !self->is_beside;
+    if (!is_none(self->events) && is_pass && count == 3 && args[2] == Py_None) {
         if (!record_event(self, 1))
             return NULL;
         self->has_ended = 1;
@@ -1171,7 +1172,7 @@ static PyMemberDef ForwardPath_members[] = {
     SIZE(ForwardPath, runner_at), NUMBER(ForwardPath, stream_handle), NUMBER(ForwardPath, eager_text), NUMBER(ForwardPath, replayed_text),
     NUMBER(ForwardPath, device_text), NUMBER(ForwardPath, passes), NUMBER(ForwardPath, expects), NUMBER(ForwardPath, replays),
     FLAG(ForwardPath, has_begun), FLAG(ForwardPath, has_ended), FLAG(ForwardPath, has_parts),
-    FLAG(ForwardPath, has_events), FLAG(ForwardPath, is_joined), FLAG(ForwardPath, is_draft),
+    FLAG(ForwardPath, has_events), FLAG(ForwardPath, is_joined), FLAG(ForwardPath, is_beside),
     FLAG(ForwardPath, has_replayed), END};
 static PyMethodDef ForwardPath_methods[] = {
     FAST(ForwardPath, forward_enter), FAST(ForwardPath, forward_exit), FAST(ForwardPath, launch_enter),
@@ -1195,7 +1196,7 @@ draft_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UN
     ForwardPath *forward = forward_of(self);
     if (tracker == NULL || forward == NULL)
         return OTHER_CASE;
-    if (forward->is_draft || !is_none(forward->step))
+    if (forward->is_beside || !is_none(forward->step))
         Py_RETURN_NONE; /* in another one */
     Step *step = (Step *)tracker->running;
     if (is_none((PyObject *)step) && has_any(tracker->in_flight)) /* launched already */
@@ -1203,7 +1204,7 @@ draft_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UN
     uint64_t *words = is_step((PyObject *)step) && step->id ? words_of(step) : NULL;
     if (words == NULL)
         return OTHER_CASE;
-    forward->is_draft = 1;
+    forward->is_beside = 1;
     self->before = step->child;
     step->child = self->child;
     if (!words[self->start])
@@ -1223,7 +1224,7 @@ DraftPath_draft_exit(PyObject *object, PyObject *const *args, Py_ssize_t count)
     uint64_t *words = count == 3 && forward && is_step(args[0]) ? words_of((Step *)args[0]) : NULL;
     if (words == NULL || args[2] != Py_None)
         return call_method(object, s_draft_exit, args, count);
-    forward->is_draft = 0;
+    forward->is_beside = 0;
     words[self->start + 1] = now_ns();
     ((Step *)args[0])->child = self->before;
     Py_RETURN_NONE;
