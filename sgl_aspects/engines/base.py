@@ -83,12 +83,6 @@ class Role:
             object.__setattr__(self, "targets", (given,))
 
     @property
-    def is_at_hand(self) -> bool:
-        """Return whether its package, if it has one, is loaded or can be."""
-        name = self.package
-        return not name or name in sys.modules or importlib.util.find_spec(name) is not None
-
-    @property
     def arguments(self) -> list[str]:
         """The arguments that can be read of its calls."""
         return [name for name in (*self._positions(), *self.reads) if name != "_"]
@@ -265,6 +259,11 @@ class Engine:
             raise ConfigError(f"own_roles: {name!r} is a role that other engines have, too: see roles")
         for name in self.attributes:
             check_attribute(name)
+
+
+def is_at_hand(package: str) -> bool:
+    """Return whether the package is loaded or can be; yes for ""."""
+    return not package or package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def parameter(position: int, name: str, of: AttributeReader | None = None) -> CallReader:

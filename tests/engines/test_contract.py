@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,13 @@ from sgl_aspects.engines.contract import ATTRIBUTES, ROLES
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import observers
 from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.options import DEFAULTS
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.schema import DETAILS
 from tests.support.memory_recorder import Memory
+from tests.support.stepping import Loop
+from tests.support.vllm_messages import batch
 
 ALL_ROLES = {name: Role((f"hare:Hare.{name}",), arguments) for name, arguments in ROLES.items()}
 ALL_ATTRIBUTES = {f"{kind}.{name}" for kind, names in ATTRIBUTES.items() for name in names}
@@ -140,3 +145,30 @@ def test_a_librarys_function_is_hooked_only_where_its_engine_is_installed(
             for step in reversed(undo):
                 step()
     assert graph.replay is original
+
+
+def test_a_replay_is_seen_of_an_engine_that_came_on_the_path_after_the_weaving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = dataclasses.replace(VLLM.roles["graph_launch"], package="late_engine")
+    engine = dataclasses.replace(VLLM, roles={**VLLM.roles, "graph_launch": launch})
+    recorder, graph = Memory(), torch.cuda.graphs.CUDAGraph
+    trackers = Trackers.of(engine, recorder, DEFAULTS)
+    forward = ForwardObserver(trackers)
+    loop, original = Loop(forward.observations()), graph.replay
+    trackers.steps.on_level = (woven := observers.WovenLevels(engine, forward.observations())).set_level
+    woven.set_level(3)
+    try:
+        assert graph.replay is original
+        (tmp_path / "late_engine.py").touch()
+        monkeypatch.syspath_prepend(str(tmp_path))
+        message = batch(cached={"a": (5, 1)})
+        runner: Any = SimpleNamespace(device="meta")
+        with loop.call("forward", runner, message), contextlib.suppress(Exception):  # of no device
+            graph.replay(runner)
+    finally:
+        woven.remove()
+    assert graph.replay is original
+    forward.worker.flush()
+    (span,) = recorder.named("forward")
+    assert span.values[-1] == "replayed"

@@ -202,6 +202,11 @@ class StepTracker(native.Tracker):
             self.on_asked()
         return level
 
+    def weave_late(self) -> None:
+        """Weave what waited for the engine's package: it may have come on the path after the weaving."""
+        if self.on_level is not None:
+            self.on_level(self.level, self.has_passes)
+
     def meet_pass(self) -> None:
         """Note that forward passes run in this process; below level 3 the next step removes their hook."""
         self.has_passes = True

@@ -15,6 +15,7 @@ from typing import Any
 import sgl_aspects as aspects
 from sgl_aspects import env
 from sgl_aspects.engines import Engine, Role, find_engines
+from sgl_aspects.engines.base import is_at_hand
 from sgl_aspects.engines.contract import WITHOUT_STEPS, Observation
 from sgl_aspects.tracing.context import OpenSpan, add_source, bridge_opentelemetry
 from sgl_aspects.tracing.lifecycle import Trackers
@@ -97,21 +98,24 @@ class WovenLevels:
 
     def __init__(self, engine: Engine, observations: list[Observation]) -> None:
         self._engine = engine
-        self._advices: dict[int, list[aspects.Advice]] = {}
+        #: By level, and the package without which it is not woven.
+        self._advices: dict[tuple[int, str], list[aspects.Advice]] = {}
         self._missing: set[str] = set()
-        self._woven: set[int] = set()
-        for level in (WITHOUT_STEPS, _ALWAYS, 3, 4):
-            own = [one for one in observations if (one.level and max(one.level, _ALWAYS)) == level]
-            self._advices[level] = [*_advices(self._engine.every_role, own, self._log_missing)]
+        self._woven: set[tuple[int, str]] = set()
+        roles = engine.every_role
+        for one in observations:
+            if one.role in roles:
+                group = one.level and max(one.level, _ALWAYS), roles[one.role].package
+                self._advices.setdefault(group, []).extend(_advices(roles, [one], self._log_missing))
 
     def set_level(self, level: int, has_passes: bool = False) -> None:
         """Weave the observations of ``level``, and remove those above it: each in one search of the heap.
 
         ``has_passes``: the passes of this process's steps run in it.
         """
-        wanted = {own for own in self._advices if own <= max(level, _ALWAYS)}
+        wanted = {own for own in self._advices if own[0] <= max(level, _ALWAYS) and is_at_hand(own[1])}
         if level < 3 and has_passes:
-            wanted.remove(WITHOUT_STEPS)
+            wanted.discard((WITHOUT_STEPS, ""))
         self._change(wanted - self._woven, aspects.weave)
         self._change(self._woven - wanted, _remove)
         self._woven = wanted
@@ -120,7 +124,7 @@ class WovenLevels:
         """Weave one more observation, whatever the level; return a function that removes it."""
         return aspects.weave(*_advices(self._engine.every_role, [observation])).remove
 
-    def _change(self, levels: set[int], change: Callable[..., Any]) -> None:
+    def _change(self, levels: set[tuple[int, str]], change: Callable[..., Any]) -> None:
         advices = [advice for level in sorted(levels) for advice in self._advices[level]]
         if advices:
             change(*advices)
@@ -167,7 +171,7 @@ def _advices(
     """Yield the advice for roles that exist. ``on_missing``: called with a missing required role and why."""
     for observation in observations:
         role = roles.get(observation.role)
-        if role is not None and role.is_at_hand:
+        if role is not None:
             target = aspects.Target.parse(role.targets)
             advice = aspects.Advice(target, aspects.HookType.OBSERVE, observation, source=_SOURCE)
             advice.caller = observation.caller

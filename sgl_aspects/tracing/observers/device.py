@@ -33,6 +33,7 @@ class TimedPasses(native.ForwardPath):
 
     def _meet_runner(self, runner: Any) -> None:
         self.met_runner = runner
+        self.tracker.weave_late()
         self._platform = platform = self._platform_of(runner)
         self.device_name = getattr(platform, "device_name", None)
         if platform is not None:
