@@ -330,11 +330,22 @@ class Requests(Protocol):
         """Close the request, in any phase; no-op if it is unknown."""
 
 
+class Calls(Protocol):
+    """The part of :class:`sgl_aspects.tracing.lifecycle.CallTracker` that integrations use, by request id."""
+
+    def sent_away(self, rid: str) -> None: ...
+
+    def add_times(self, rid: str, times: Sequence[float]) -> None: ...
+
+
 class Lifecycle(Protocol):
     """The argument of ``Engine.observers``: :class:`sgl_aspects.tracing.lifecycle.Trackers`."""
 
     @property
     def engine(self) -> Engine: ...
+
+    @property
+    def calls(self) -> Calls: ...
 
     @property
     def requests(self) -> Requests: ...

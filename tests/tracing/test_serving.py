@@ -11,6 +11,7 @@ import pytest
 
 from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.engines.vllm.roles import VLLM
+from sgl_aspects.tracing import context
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.lifecycle.calls import Call
@@ -19,7 +20,9 @@ from sgl_aspects.tracing.observers.serving import ServingObserver
 from sgl_aspects.tracing.options import DEFAULTS
 from sgl_aspects.tracing.records import RequestBegin
 from sgl_aspects.tracing.schema import DETOKENIZE, REQUEST
+from tests.support.joined import Joined
 from tests.support.memory_recorder import Memory
+from tests.support.stepping import Loop
 
 
 def test_callers_that_go_between_two_answers_of_a_batch() -> None:
@@ -139,6 +142,34 @@ def test_an_aborted_request_has_its_detokenizing_also_in_a_process_that_detokeni
     first, root, second, _ = recorder.ended
     assert (first.root_id, first.parent_id) == (root.span_id, root.span_id)
     assert (first.values[0], second.values[0]) == (2, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_of_a_replica_on_another_host_has_its_times_from_vllms_figures(rank: int) -> None:
+    """In seconds of that host's clock; of a replica here they are those of its phases."""
+    recorder, joined = Memory(), Joined()
+    trackers = Trackers.of(VLLM, recorder, DEFAULTS)
+    assert VLLM.observers is not None
+    loop, calls = Loop(VLLM.observers(trackers)), trackers.calls
+    parallel = SimpleNamespace(local_engines_only=False, data_parallel_size_local=1)
+    client = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    request = SimpleNamespace(request_id="a", trace_headers=None)
+    stats = SimpleNamespace(queued_ts=7.0, scheduled_ts=7.5, first_token_ts=9.5, last_token_ts=10.5)
+    call = calls.live["a"] = Call(recorder.new_id(), "a", 1, TraceContext(5, 7, True, "", False), "chat mini")
+    call.streams = False
+    opened = calls.enter(call)
+    with loop.call("carry_trace", client, object(), request, rank.to_bytes(2, "little")):
+        context.leave(opened)
+    with loop.call("count_times", object(), SimpleNamespace(request_id="a", stats=stats)):
+        calls.end(call, "length")
+    joined.of_caller(RequestBegin(call.span_id, "a", 1, *call.origin, call.name, {}))
+    joined.of_caller(*recorder.ended)
+    joined.finish()
+    assert joined.names == ["chat mini"]
+    prefix = "gen_ai.latency.time_in_"
+    times = {name: each for name, each in joined.spans[0].attributes.items() if name.startswith(prefix)}
+    expected = {"queue": 0.5, "model_prefill": 2.0, "model_decode": 1.0, "model_inference": 3.0}
+    assert times == pytest.approx({prefix + name: each for name, each in expected.items() if rank})
 
 
 def test_a_callers_context_that_a_front_end_in_rust_hands_on_is_used() -> None:

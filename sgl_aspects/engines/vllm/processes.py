@@ -58,13 +58,15 @@ ROLES = {
     "describe_scheduler": Role(("vllm.v1.core.sched.scheduler:Scheduler.__init__",), reads=_describes(_core)),
     "describe_worker": Role(("vllm.v1.worker.**:GPUModelRunner.__init__",), reads=_describes(_worker)),
 }
+_PROCESSOR = "vllm.v1.engine.output_processor:OutputProcessor"
 #: Of this integration's own observers.
 OWN_ROLES = {
     "submit_chats": Role(("vllm.entrypoints.llm:LLM.*chat",)),
     "carry_trace": Role(("vllm.v1.engine.core_client:AsyncMPClient+._send_input",)),
+    "count_times": Role((f"{_PROCESSOR}._update_stats_from_finished",), ("_", "answered:req_state")),
     "submit_scores": Role(("vllm.entrypoints.**:LLM.score", "vllm.entrypoints.**:*OfflineMixin.score")),
 }
-_carry_request = parameter(2, "request")
+_carry_request, _carry_to = parameter(2, "request"), parameter(3, "engine")
 # Among the trace headers of a request, which only vLLM's own tracing reads: the run, and the trace.
 _CARRIED, _RUN = "sgl-aspects-request", "SGL_ASPECTS_TRACE_RUN"
 _OPERATIONS = {"submit_chats": "chat", "submit_scores": "rerank"}
@@ -88,20 +90,29 @@ def carried(request: Any) -> tuple[int, int, bool] | None:
 
 
 def observers(trackers: Lifecycle) -> Iterable[Observation]:
-    """Yield observers of a program's chats and scores, whose requests do not differ from others; and one that
-    adds the trace to requests for engine cores on other hosts.
+    """Yield observers of a program's chats and scores, whose requests do not differ from others; and of
+    requests for engine cores on other hosts: they get the trace, and their times are vLLM's own figures.
     """
+    answered = trackers.engine.call_reader("count_times", "answered")
 
     def carry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parallel, request = args[0].vllm_config.parallel_config, _carry_request(args, kwargs)
-        current = trackers.current_request()
-        is_local = parallel.data_parallel_size_local >= parallel.data_parallel_size
+        rank, current = int.from_bytes(_carry_to(args, kwargs) or b"", "little"), trackers.current_request()
+        is_local = parallel.local_engines_only or rank < parallel.data_parallel_size_local
         if is_local or current is None or not hasattr(request, "trace_headers"):
             return
         told = " ".join([env.text(_RUN) or "", *(str(int(each)) for each in current)])
         request.trace_headers = {**(request.trace_headers or {}), _CARRIED: told}
+        trackers.calls.sent_away(request.request_id)
+
+    def count_times(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        request = answered(args, kwargs)
+        if stats := request.stats:
+            times = stats.queued_ts, stats.scheduled_ts, stats.first_token_ts, stats.last_token_ts
+            trackers.calls.add_times(request.request_id, times)
 
     yield Observation("carry_trace", carry)
+    yield Observation("count_times", count_times)
     for role, name in _OPERATIONS.items():
         yield Observation(
             role,

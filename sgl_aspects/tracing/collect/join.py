@@ -115,7 +115,10 @@ class Joiner:
             if is_detaching and getattr(record, "start_ns", 0) >= self._detaching_ns:
                 continue  # seen by the processes that still have hooks, not by the others
             if record.__class__ is SpanEnd:
-                if record.span_id and not self._take_span(writer, record):  # no id: for the metrics only
+                if not record.span_id:  # for the metrics only, or a request's times on another host
+                    if root := self._roots.get(record.root_id):
+                        root.note(record)
+                elif not self._take_span(writer, record):
                     self._wait_for_root(time.monotonic(), writer, record)
             elif record.__class__ is RequestSeen:
                 if not self._see_request(writer, record):

@@ -6,6 +6,7 @@ below it. One for several answers (a batch of prompts, or n > 1) has a child spa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic_ns
@@ -29,13 +30,16 @@ from sgl_aspects.tracing.records import (
 from sgl_aspects.tracing.schema import (
     ATTACHED_FLAG,
     BOOTSTRAP_ROOM,
+    DECODE,
     DETOKENIZE,
     HEADER_REQUEST_ID,
     INPUT_MESSAGES,
     OPERATION,
     OUTPUT_TYPE,
+    PREFILL,
     PRIORITY,
     PROVIDER,
+    QUEUE,
     REQUEST,
     REQUEST_ATTRIBUTES,
     REQUEST_ID,
@@ -82,6 +86,7 @@ class Call:
     ends_with_output: bool = True
     ends_with_exchange: bool = False
     is_attached: bool = False
+    is_elsewhere: bool = False  # its scheduler is on another host
     #: Its front end is not Python: it begins and ends where its scheduler gets it and ends it.
     is_here: bool = False
     is_group: bool = False
@@ -141,6 +146,7 @@ class CallTracker:
         parts = (TEMPLATE, TOKENIZE, WAIT_FOR_ADAPTER, WAIT_FOR_CALLER)
         self._parts = {type: recorder.spans(type) for type in parts}
         self._write_detokenize = recorder.spans(DETOKENIZE)
+        self._phases = {type: recorder.spans(type) for type in (QUEUE, PREFILL, DECODE)}
         reader = engine.reader
         self._rids = reader("request.rids")
         self._response_id = reader("request.response_id")
@@ -291,6 +297,24 @@ class CallTracker:
     def sent(self, call: Call) -> None:
         """Record that the request is about to be handed to the scheduler."""
         self._recorder.write(RequestSent(call.span_id))
+
+    def sent_away(self, rid: str) -> None:
+        """Note that the request's scheduler is on another host; no-op if it is not open."""
+        if call := self.live.get(rid):
+            call.is_elsewhere = True
+
+    def add_times(self, rid: str, times: Sequence[float]) -> None:
+        """Record how long the phases of a request took on another host, for its attributes: no spans.
+
+        ``times``: when each began, and the last one ended: now. In seconds of the other host's clock.
+        """
+        call = self.live.get(rid)
+        if call is None or not call.is_elsewhere or not all(times):
+            return
+        key, now = call.span_id, monotonic_ns()
+        starts = [now - int((times[-1] - time) * 1e9) for time in times]
+        for (type, write), start_ns, end_ns in zip(self._phases.items(), starts, starts[1:]):
+            write(0, key, key, start_ns, end_ns, (None,) * len(type.attributes))
 
     def enter_detokenize(self, call: Call) -> tuple[Call, int, Opened]:
         """Enter a detokenize call; ``detokenized`` takes the result. All calls are one span."""

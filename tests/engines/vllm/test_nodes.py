@@ -67,7 +67,7 @@ def test_requests_have_their_phases_on_the_node_of_their_replica(tmp_path: Path)
     options = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--dtype", "float32"]
     options += ["--enforce-eager", "--data-parallel-address", "127.0.0.1"]
     options += ["--data-parallel-rpc-port", str(free_port())]
-    # Not by the whole rule of phases: a request has no times from another host.
+    # Not by the whole rule of phases: a request has vLLM's own times of another host.
     with http_receiver() as receiver:
         environment = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1", **traced(receiver)}
         second = [*VLLM_SERVE, str(model), "--served-model-name", "mini", "--max-model-len", "1024", *options]
@@ -81,8 +81,11 @@ def test_requests_have_their_phases_on_the_node_of_their_replica(tmp_path: Path)
             receiver.wait_for(lambda spans: sum(span.name == "decode" for span in spans) == 8)
             receiver.wait_for(lambda spans: sum(span.name == "chat mini" for span in spans) == 8)
     roots = {span.span_id: span for span in receiver.named("chat mini")}
-    for phase in ("queue", "prefill", "decode"):
+    for phase, time in (("queue", "queue"), ("prefill", "model_prefill"), ("decode", "model_decode")):
         spans = receiver.named(phase)
+        for span in spans:
+            seconds = roots[span.parent_id].attributes[f"gen_ai.latency.time_in_{time}"]
+            assert abs(seconds - (span.end - span.start) / 1e9) < 0.02
         assert {span.parent_id for span in spans} == roots.keys()
         assert all(span.trace_id == roots[span.parent_id].trace_id for span in spans)
         assert {span.resource["sgl_aspects.rank"] for span in spans} == {"dp0", "dp1"}
