@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_aspects.engines import SGLANG, VLLM, Engine
+import pytest
+import torch
+
+from sgl_aspects.engines import SGLANG, VLLM, Engine, Role
+from sgl_aspects.run.control import write_asked
+from sgl_aspects.run.requests import Request
+from sgl_aspects.tracing import observers
 from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.draft import DraftObserver
@@ -56,6 +63,56 @@ def step(recorder: Recorder, accepted: int) -> None:
                         pass
     with loop.call("process_batch_result", SimpleNamespace(), batch, result):
         result.num_correct_drafts_per_req_cpu = [accepted - 1, 1]
+
+
+class Speculator:
+    """A scheduler whose steps are a draft of two passes, and the pass that verifies it."""
+
+    device, model = "cpu", torch.nn.Identity()
+
+    def run(self, batch: Any) -> None:
+        self.draft(batch)
+        self.forward(batch)
+
+    def draft(self, batch: Any) -> None:
+        for _ in range(2):
+            self.forward(batch)
+
+    def forward(self, batch: Any) -> None:
+        self.model(torch.ones(2) + 1)
+
+
+def test_a_profile_has_the_passes_that_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roles = {
+        "run_batch": Role((f"{__name__}:Speculator.run",), ("_", "batch")),
+        "draft": Role((f"{__name__}:Speculator.draft",)),
+        "forward": Role((f"{__name__}:Speculator.forward",), ("model_runner", "batch")),
+    }
+    attributes = {"batch.mode": lambda batch: "decode", "batch.reqs": lambda batch: ["r"]}
+    attributes["model_runner.model"] = lambda runner: runner.model
+    monkeypatch.setattr(observers, "find_engines", lambda: [Engine("hare", "hare", roles, attributes)])
+    recorder = RingRecorder(str(tmp_path), level=3)
+    undo = observers.weave_observers(recorder)
+    scheduler, asked = Speculator(), Request(tmp_path, os.getpid(), "profile", {"steps": 2})
+    try:
+        scheduler.run("first")
+        write_asked(*tmp_path.glob("*.ring"))
+        steps = []
+        for batch in ("second", "third"):
+            scheduler.run(batch)
+            steps.append((asked.read() or {})["steps"])
+    finally:
+        for each in reversed(undo):
+            each()
+        asked.remove()
+        recorder.close()
+    assert steps == [1, 2]
+    spans = [each for each in read_all(RunReader(str(tmp_path))) if isinstance(each, SpanEnd)]
+    passes = {span.span_id for span in spans if span.type.name == "forward"}
+    assert len(passes) == 3
+    kernels = {span.parent_id for span in spans if span.type.name == "kernel"}
+    assert len(kernels) == 2
+    assert kernels < passes
 
 
 def values_of(recorder: Memory, name: str) -> list[dict[str, Any]]:

@@ -87,7 +87,7 @@ def _weave_engine(
     woven = WovenLevels(engine, own)
     undo += [forward.worker.flush, woven.remove, trackers.steps.flush]
     if isinstance(recorder, RingRecorder):  # others have no control block to ask in
-        undo.append(ProfileObserver(trackers, recorder, forward.worker, woven.weave).remove)
+        undo.append(ProfileObserver(trackers, recorder, forward, woven.weave).remove)
     trackers.steps.on_level = woven.set_level
     woven.set_level(recorder.level)
     return trackers

@@ -18,8 +18,8 @@ from sgl_aspects.engines.contract import Observation
 from sgl_aspects.run import clock
 from sgl_aspects.run.requests import Taken, take_requests
 from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.kernels import Kernel, ModuleRanges, kernels_of, summary_of
-from sgl_aspects.tracing.observers.worker import WorkerPasses
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import AttributeValue
@@ -44,11 +44,11 @@ class ProfileObserver:
         self,
         trackers: Trackers,
         ring: RingRecorder,
-        worker: WorkerPasses,
+        forward: ForwardObserver,
         weave: Callable[[Observation], Callable[[], None]],
     ) -> None:
         engine = trackers.engine
-        self._tracker, self._ring, self._worker, self._weave = trackers.steps, ring, worker, weave
+        self._tracker, self._ring, self._forward, self._weave = trackers.steps, ring, forward, weave
         self._runner = engine.call_reader("forward", "model_runner")
         self._platform_of = engine.reader("model_runner.platform")
         self._model_of = engine.reader("model_runner.model")
@@ -90,13 +90,14 @@ class ProfileObserver:
             self._pause = time.perf_counter() - begin
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return when the pass begins; 0 for one within another, or of an engine that starts."""
+        """Return when the pass begins; 0 for one within another or a draft, or of an engine that starts."""
         if self._is_removed or (self._request is not None and self._request.is_withdrawn):
             self._end(_DETACHED)
         step = self._tracker.running
         # Without a step here it may be one of another process.
         is_step = not self._tracker.has_passes if step is None else bool(step.id)
-        if self._is_inside or self._request is None or self._tracker.level < 3 or not is_step:
+        is_inner = self._is_inside or self._forward.is_draft
+        if is_inner or self._request is None or self._tracker.level < 3 or not is_step:
             return 0
         runner = self._runner(args, kwargs)
         if self._profile is None:
@@ -134,7 +135,7 @@ class ProfileObserver:
         if not begin_ns:
             return
         self._is_inside = False
-        step_id, span_id = self._tracker.remote[0], self._worker.span_id
+        step_id, span_id = self._tracker.remote[0], self._forward.worker.span_id
         if self._tracker.running is not None:
             step_id, _ = self._tracker.parent_of_detail()
             span_id = layout.child_id(step_id, layout.CHILD_FORWARD)
