@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.collect.run_reader import RunReader
+from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.record import file as ring_file
 from sgl_aspects.tracing.record import format as ring_format
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
@@ -31,7 +33,9 @@ from sgl_aspects.tracing.records import (
     SpanEnd,
     SpanType,
 )
+from sgl_aspects.tracing.schema import REQUEST
 from tests.support import workers
+from tests.support.joined import Joined
 from tests.support.ring_page_reader import read_page
 from tests.support.rings import (
     PLAIN,
@@ -323,3 +327,46 @@ def test_a_ring_with_less_room_is_logged(
     (record,) = caplog.records
     assert f"room for {ring_format.FEWEST_SLOTS} records in process {os.getpid()}" in record.getMessage()
     assert "shm-size" in record.getMessage()
+
+
+def test_an_id_used_again_at_once_by_a_later_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began after its schedulers, as SGLang's further HTTP workers, and goes on while rings are read."""
+    first, second, caller = (RingRecorder(str(tmp_path)) for _ in range(3))
+    for recorder in (first, second, caller):
+        recorder.open()
+    roots, begun = list[int](), time.monotonic_ns()
+    reader, joiner, poll_now = RunReader(str(tmp_path)), Joined(), RingReader.poll
+
+    def request(scheduler: RingRecorder) -> None:
+        start = begun + len(roots) * 10_000_000
+        if roots:
+            caller.spans(REQUEST)(roots[-1], roots[-1], 0, start - 10_000_000, start - 5_000_000)
+        roots.append(caller.new_id())
+        caller.write(RequestBegin(roots[-1], "same", start, *TraceContext(roots[-1]), "chat m", {}))
+        caller.write(RequestSent(roots[-1]))
+        key, seen = scheduler.new_id(), start + 2_000_000
+        scheduler.write(RequestSeen(key, "same", seen))
+        scheduler.spans(SpanType("queue"))(scheduler.new_id(), key, key, seen, seen + 1)
+
+    def read() -> None:
+        for writer, records in reader.poll_rings():
+            joiner.add(writer, *records)
+        joiner.match_waiting()
+
+    request(first)
+    read()
+    _, its_name, _ = reader.writers
+
+    def poll_late(ring: RingReader, alive: bool = True) -> Any:
+        if ring.name == its_name:
+            request(second)
+        return poll_now(ring, alive)
+
+    monkeypatch.setattr(RingReader, "poll", poll_late)
+    read()
+    monkeypatch.undo()
+    joiner.finish()
+    for recorder in (first, second, caller):
+        recorder.close()
+    reader.close()
+    assert [span.parent.span_id for span in joiner.spans if span.name == "queue"] == roots

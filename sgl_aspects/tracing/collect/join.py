@@ -258,7 +258,7 @@ class Joiner:
                 self._roots.add_step(record.span_id)
                 self._name(record.span_id)
         elif isinstance(record, RequestBegin):
-            root = self._roots.add_request(record)
+            root, writer.gets_requests = self._roots.add_request(record), True
             if root.group is None and self._tail is not None and self._tail.concerns(record):
                 self._undecided.begin(record.span_id)
             self._open[record.span_id] = (writer, record)

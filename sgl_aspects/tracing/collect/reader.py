@@ -44,6 +44,7 @@ class RingReader:
         self._descriptor = unfollowed(str(path), flags)
         self._stuck_since: float | None = None
         self.is_exhausted = False  # its process is gone and everything is read
+        self.gets_requests = False  # it has begun one
         try:
             self._check()
         except (DamagedError, OSError):

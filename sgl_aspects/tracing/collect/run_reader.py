@@ -54,12 +54,15 @@ class RunReader:
     def poll_rings(self) -> Iterator[tuple[RingReader, list[Record]]]:
         """Read what was written since the last call, each ring's records at once; their slots are the
         writer's again after ``commit``. ``has_more`` afterwards: some ring has a lot left to read.
+
+        Those of processes that get requests are read last and come first: what other processes wrote of a
+        request, maybe the second with its id, comes after all that its caller's wrote before.
         """
         self.find()
-        self.has_more = False
-        for writer in list(self.writers.values()):
-            records, more = writer.poll(writer.is_alive())
-            self.has_more = self.has_more or more
+        writers = sorted(self.writers.values(), key=lambda writer: not writer.gets_requests)
+        read = [(writer, *writer.poll(writer.is_alive())) for writer in reversed(writers)]
+        self.has_more = any(more for *_, more in read)
+        for writer, records, _ in reversed(read):
             yield writer, records
 
     def positions(self) -> dict[str, int]:
