@@ -31,6 +31,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "begin_request": ("request",),
     "begin_stream": ("request",),
     "apply_template": ("http",),
+    "render_messages": ("http",),  # likewise, on other paths; one within another is a part of it
+    "render_template": ("http",),
     "await_adapter": ("request",),
     "tokenize_prompt": (),
     "tokenize_request": ("request",),
@@ -100,6 +102,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "unload_adapter": ("adapter",),
     "flush_cache": (),
     "pause": (),
+    "pause_by_abort": ("applies",),  # in the process of its callers: the scheduler is not told of the pause
     "resume": (),
     "sleep": (),
     "wake_up": (),
@@ -194,6 +197,13 @@ class Reason:
 
     text: str
     problem: str | None  # the error by which the engine rejected it
+    status: int | None  # HTTP's, if it rejected it
+
+
+class Error:
+    """An exception by which the engine ends a request."""
+
+    status: int | None  # with which it is answered over HTTP
 
 
 class Rid:
@@ -284,6 +294,7 @@ ATTRIBUTES: Mapping[str, frozenset[str]] = {
         "outputs": Outputs,
         "state": State,
         "reason": Reason,
+        "error": Error,
         "rid": Rid,
         "message": Message,
         "req": Req,

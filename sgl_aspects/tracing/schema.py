@@ -297,6 +297,7 @@ PREPARATIONS = {
     "unload_adapter": SpanType("unload_adapter", {ADAPTER: str}),
     "flush_cache": SpanType("flush_cache"),
     "pause": SpanType("pause"),
+    "pause_by_abort": SpanType("pause"),
     "resume": SpanType("resume"),
     "sleep": SpanType("sleep"),
     "wake_up": SpanType("wake_up"),

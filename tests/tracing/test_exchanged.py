@@ -90,6 +90,18 @@ def test_a_refusal_in_a_streamed_answer_has_a_status(body: bytes, status: int) -
     exchange.exit(token, None, None)
 
 
+def test_a_response_to_a_client_that_is_gone_has_no_status() -> None:
+    """SGLang answers it as a mistake of its caller's, which nobody gets."""
+    exchange, respond, _ = ExchangeObserver([], DEFAULTS).observations()
+    cycle = SimpleNamespace(scope={}, transport=None, response_complete=False, disconnected=True)
+    token = exchange.enter((cycle,), {})
+    found = current_exchange.get()
+    assert found is not None
+    respond.enter((cycle, {"type": "http.response.start", "status": 400}), {})
+    exchange.exit(token, None, None)
+    assert (found.status, found.is_whole) == (0, False)
+
+
 def test_what_runs_after_a_response_is_not_of_its_request() -> None:
     """SGLang waits for two seconds after each streamed answer, in case that its client was gone."""
     exchange, respond, _ = ExchangeObserver([], DEFAULTS).observations()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from time import monotonic_ns
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -108,6 +109,89 @@ def test_a_request_that_is_refused_as_it_is_received_ends_with_its_response(
     assert root.error == "ValueError"
     assert root.values[-1] == 400
     assert [record.name for record in recorder.events if isinstance(record, RequestBegin)] == [name]
+
+
+@pytest.mark.parametrize(
+    ("roles", "path"),
+    [
+        (["render_template"], "/api/chat"),
+        (["render_messages", "render_template", "render_template"], "/v1/responses"),
+        (["apply_template", "render_template"], "/v1/messages"),
+    ],
+)
+def test_a_template_is_applied_once_on_each_path(roles: list[str], path: str) -> None:
+    """The first role's function calls the others."""
+    trackers = Trackers.of(SGLANG, Memory(), DEFAULTS)
+    found = {each.role: each for each in ServingObserver(trackers).observations()}
+    exchange = Exchange({"path": path}, monotonic_ns())
+    before = current_exchange.set(exchange)
+    outer, *inner = roles
+    token = found[outer].enter((None, None, None), {})
+    for role in inner:
+        found[role].exit(found[role].enter((None, None), {}), None, None)
+    found[outer].exit(token, None, None)
+    current_exchange.reset(before)
+    assert len(exchange.templated) == 1
+    assert exchange.templated[0][0] == token[-1]
+
+
+class UnavailableError(Exception):
+    status_code = 503
+
+
+class HTTPRequest:
+    headers: ClassVar[dict[str, str]] = {}
+
+
+GONE = "Request is disconnected from the client side (type 1). Abort request obj.rid='r'"
+
+
+@pytest.mark.parametrize(
+    ("error", "http", "status"),
+    [
+        (ValueError("The input is too long."), HTTPRequest(), 400),
+        (ValueError(GONE), HTTPRequest(), None),
+        (UnavailableError(), HTTPRequest(), 503),
+        (RuntimeError(), HTTPRequest(), None),
+        (ValueError("The input is too long."), None, None),  # of the program itself
+    ],
+)
+def test_a_refusal_over_http2_or_grpc_has_the_status_of_its_answer(
+    error: Exception, http: Any, status: int | None
+) -> None:
+    """Without an exchange, which only uvicorn's HTTP/1 has."""
+    recorder = Memory()
+    observer = ServingObserver(Trackers.of(SGLANG, recorder, DEFAULTS))
+    found: dict[str, Any] = {each.role: each for each in observer.observations()}
+    request = SimpleNamespace(rid="r", is_single=True, stream=False, sampling_params={}, received_time=0)
+    call = SimpleNamespace(served_model_name="mini"), request
+    token = found["serve_request"].enter((*call, http), {})
+    found["receive_request"].exit(found["receive_request"].enter(call, {}), None, None)
+    found["serve_request"].exit(token, None, error)
+    (root,) = recorder.ended
+    assert (root.error, root.values[-1]) == (type(error).__name__, status)
+
+
+def test_a_request_that_its_scheduler_refuses_has_the_status_of_the_answer() -> None:
+    """Also in a stream, whose own status was sent before."""
+    recorder = Memory()
+    trackers = Trackers.of(SGLANG, recorder, DEFAULTS)
+    found = {each.role: each for each in ServingObserver(trackers).observations()}
+    for rid in ("in a batch", "in the queue"):
+        call = trackers.calls.live[rid] = Call(1, rid, 1, TraceContext(5, 7, True, "", False), "chat mini")
+        call.exchange = Exchange({"path": "/generate"}, 1, first_ns=1, status=200)
+    reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "err_type": "BadRequestError"}
+    outputs = SimpleNamespace(
+        rids=["in a batch"], finished_reasons=[reason], prompt_tokens=[1], completion_tokens=[1]
+    )
+    found["receive_outputs"].enter((None, outputs), {})
+    busy = {"type": "abort", "status_code": 503, "err_type": "SERVICE_UNAVAILABLE"}
+    found["receive_abort"].enter((None, SimpleNamespace(rid="in the queue", finished_reason=busy)), {})
+    assert [(root.error, root.values[-1]) for root in recorder.ended] == [
+        ("BadRequestError", 400),
+        ("SERVICE_UNAVAILABLE", 503),
+    ]
+    assert [type(root.values[-1]) for root in recorder.ended] == [int, int]
 
 
 def test_an_answer_that_its_server_cannot_send_is_an_error() -> None:

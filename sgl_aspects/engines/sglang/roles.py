@@ -24,6 +24,8 @@ _DETOKENIZER = "sglang.srt.managers.detokenizer_manager:DetokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat"
+_RESPONSES = "sglang.srt.entrypoints.openai.serving_responses:OpenAIServingResponses"
+_TOKENIZERS = "transformers.tokenization_utils_base:*TokenizerBase"
 _GRAMMARS = "sglang.srt.constrained.grammar_manager:GrammarManager"
 _ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
 _REQ = "sglang.srt.managers.schedule_batch:Req"
@@ -144,6 +146,17 @@ def _reason_text(reason: Any) -> str | None:
     return str(reason.get("type", "unknown")) if isinstance(reason, dict) else str(reason)
 
 
+def _reason_status(reason: Any) -> int | None:
+    return int(reason.get("status_code") or 0) or None if isinstance(reason, dict) else None
+
+
+def _error_status(error: Any) -> int | None:
+    """Return the HTTP status by which SGLang's handlers answer it; none to a caller that is gone."""
+    if isinstance(error, ValueError):
+        return None if "is disconnected" in str(error) else 400
+    return getattr(error, "status_code", None)
+
+
 class _Mode(NamedTuple):
     name: str
     feeds_prompts: bool
@@ -245,6 +258,9 @@ SGLANG = Engine(
         ),
         # In a thread of a pool: with the tokenization of its result.
         "apply_template": Role((f"{_CHAT}._convert_to_internal_request",), ("_", "_", "http:raw_request")),
+        "render_messages": Role((f"{_RESPONSES}._make_request",)),
+        # Of /api/chat.
+        "render_template": Role((f"{_TOKENIZERS}.apply_chat_template",), package="sglang"),
         "await_adapter": Role((f"{_TOKENIZER}._validate_and_resolve_lora",), ("_", "request:obj")),
         "tokenize_request": Role((f"{_TOKENIZER}._tokenize_one_request",), ("_", "request:obj")),
         "send_request": Role(
@@ -310,6 +326,10 @@ SGLANG = Engine(
         "unload_adapter": Role((f"{_ADAPTERS}.unload_lora_adapter",), reads=_loaded),
         "flush_cache": Role((f"{_SCHEDULER}.flush_cache",)),
         "pause": Role((f"{_SCHEDULER}.pause_generation",)),
+        "pause_by_abort": Role(
+            (f"{_TOKENIZER}.pause_generation",),
+            reads={"applies": parameter(1, "obj", lambda request: request.mode == "abort")},
+        ),
         "resume": Role((f"{_SCHEDULER}.continue_generation",)),
         "sleep": Role((f"{_UPDATER}.release_memory_occupation",)),
         "wake_up": Role((f"{_UPDATER}.resume_memory_occupation",)),
@@ -359,6 +379,8 @@ SGLANG = Engine(
         "request.messages": _messages,
         "reason.text": _reason_text,
         "reason.problem": lambda reason: reason.get("err_type") if isinstance(reason, dict) else None,
+        "reason.status": _reason_status,
+        "error.status": _error_status,
         "message.rid": "rid",
         "message.abort_all": "abort_all",
         "message.reason": "finished_reason",

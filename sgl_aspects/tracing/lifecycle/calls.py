@@ -103,8 +103,9 @@ class Call:
     tokens: tuple[int | None, int | None, int | None] | None = None
     tiers: tuple[int | None, int | None] | None = None
     reason: str | None = None
-    #: The engine's error, if it rejected the request.
+    #: The engine's error, if it rejected the request, and its HTTP status where the exchange's does not tell.
     problem: str = ""
+    status: int | None = None
     has_ended: bool = False
     #: Of all its detokenize calls: span id, start, end, total time and number.
     detokenize: list[int] = field(default_factory=list)
@@ -362,10 +363,11 @@ class CallTracker:
         if call.ends_with_output:
             self.fail(call, problem)
 
-    def abort(self, rid: str, problem: str = "") -> None:
+    def abort(self, rid: str, problem: str = "", status: int | None = None) -> None:
         """Abort the request, for the engine's ``problem`` if any; no-op if it is not open."""
         call = self.live.pop(rid, None)
         if call is not None:
+            call.status = status
             self.end(call, "abort", problem)
 
     def leave(self, call: Call, problem: str, is_closed: bool) -> None:
@@ -433,7 +435,7 @@ class CallTracker:
         reasons = [one.reason for one in answers if one.reason]
         # For a non-streamed answer, only the scheduler sees the first token.
         first_ns = min((one.first_ns for one in answers if one.first_ns), default=0) if call.streams else 0
-        response_id, status, parsed = call.response_id or str(call.rid), None, None
+        response_id, status, parsed = call.response_id or str(call.rid), call.status, None
         if exchange is not None and call.of is None:
             first_ns = first_ns and (exchange.first_ns or first_ns)
             response_id = exchange.response_id or response_id
@@ -444,6 +446,7 @@ class CallTracker:
         problem = problem or next(filter(None, (self._engine.outcome(one).problem for one in reasons)), "")
         if exchange is not None and exchange.status >= 400:
             status = exchange.status
+        if status:
             if problem:
                 prompt = output = cached = None
             problem = problem or str(status)  # of the server, after the engine's answer

@@ -58,6 +58,7 @@ class Exchange:
     unread: list[int] = field(default_factory=list)
     parsed_ns: int = 0
     is_parsing: bool = False
+    is_templating: bool = False
 
     @property
     def path(self) -> str:

@@ -97,11 +97,11 @@ class ExchangeObserver:
         exchange = current_exchange.get()
         if exchange is None:
             return None
-        message = self._message(args, kwargs, None)
+        message, cycle = self._message(args, kwargs, None), self._cycle(args, kwargs, None)
         if message["type"] == "http.response.start":
-            exchange.status = message["status"]
+            exchange.status = 0 if cycle.disconnected else message["status"]  # 0: nobody gets it
             return None
-        ending = None if message.get("more_body") else (exchange, self._cycle(args, kwargs, None))
+        ending = None if message.get("more_body") else (exchange, cycle)
         body = message.get("body")
         if exchange.first_ns or not body:
             return ending

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from time import monotonic_ns
 from typing import Any, TypeAlias
 
+from sgl_aspects.engines.base import CallReader
 from sgl_aspects.engines.contract import ROLES, Observation
 from sgl_aspects.tracing.context import leave
 from sgl_aspects.tracing.lifecycle import Trackers
@@ -63,12 +64,15 @@ class PreparationObserver:
 class _Preparation:
     def __init__(self, trackers: Trackers, role: str, open_spans: list[_Open]) -> None:
         self._recorder, self._requests = trackers.recorder, trackers.requests.requests
+        self._calls = trackers.calls.live
         self._role, self._type, self._open = role, PREPARATIONS[role], open_spans
-        self._readers = [trackers.engine.call_reader(role, argument) for argument in ROLES[role]]
+        readers = {argument: trackers.engine.call_reader(role, argument) for argument in ROLES[role]}
+        self._applies: CallReader = readers.pop("applies", _always)
+        self._readers = [*readers.values()]
         self._write = trackers.recorder.spans(self._type)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._recorder.level < 2:
+        if self._recorder.level < 2 or not self._applies(args, kwargs):
             return None
         values = [read(args, kwargs) for read in self._readers]
         if self._open and self._open[-1][2:] == (self._role, values):
@@ -80,6 +84,7 @@ class _Preparation:
         self._open.append((root_id, span_id, self._role, values))
         opened = self._recorder.enter(self._type, span_id, root_id, parent_id, start_ns)
         links = [request.key for request in self._requests.values()]
+        links = links or [*{call.span_id for call in self._calls.values()}]  # of its callers' process
         return span_id, root_id, parent_id, start_ns, opened, values, links
 
     def exit(self, token: Any, result: Any, error: BaseException | None) -> None:
@@ -89,3 +94,7 @@ class _Preparation:
             leave(opened)
             end_ns, problem = monotonic_ns(), error_type(error)
             self._write(span_id, root_id, parent_id, start_ns, end_ns, values, problem, links)
+
+
+def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return True

@@ -86,7 +86,8 @@ class ServingObserver:
         self._begun = {role: call(role, "request") for role in ("begin_request", "begin_stream")}
         self._rids = reader("request.rids")
         self._awaiting, self._adapter = call("await_adapter", "request"), reader("request.model")
-        self._templating, self._scope = call("apply_template", "http"), reader("http.scope")
+        templates = ("apply_template", "render_messages", "render_template")
+        self._renders, self._scope = {role: call(role, "http") for role in templates}, reader("http.scope")
         #: Uses of a chat template under another HTTP server than uvicorn, which gives no exchange.
         self._templated: weakref.WeakKeyDictionary[Any, list[Part]] = weakref.WeakKeyDictionary()
         self._is_probe = reader("request.is_probe")
@@ -107,6 +108,7 @@ class ServingObserver:
         self._piece = reader("outputs.text")
         self._reason = reader("outputs.reason")
         self._reason_text, self._problem = reader("reason.text"), reader("reason.problem")
+        self._status, self._error_status = reader("reason.status"), reader("error.status")
         self._aborted_rid, self._abort_reason = reader("message.rid"), reader("message.reason")
 
     def observations(self) -> list[Observation]:
@@ -118,7 +120,7 @@ class ServingObserver:
             Observation("receive_request", self._receive_enter, self._receive_exit),
             *(Observation(role, self._begin_enter(role), self._begin_exit) for role in self._begun),
             Observation("await_adapter", self._adapter_enter, self._adapter_exit),
-            Observation("apply_template", self._template_enter, self._template_exit),
+            *(Observation(role, self._template_enter(role), self._template_exit) for role in self._renders),
             Observation("tokenize_prompt", self._prompt_enter, self._tokenize_exit),
             Observation("tokenize_request", self._tokenize_enter, self._tokenize_exit),
             Observation("send_request", self._send_enter, self._send_exit),
@@ -176,6 +178,8 @@ class ServingObserver:
         if serving.call is not None:
             # A caller that needs one answer takes it and closes the generator: a normal end.
             is_closed = isinstance(error, GeneratorExit)
+            if error is not None and serving.http is not None and serving.exchange is None:
+                serving.call.status = self._error_status(error)  # over HTTP/2 or gRPC
             self._calls.leave(serving.call, "cancelled" if is_closed else error_type(error), is_closed)
 
     def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -280,18 +284,27 @@ class ServingObserver:
             part = start_ns, monotonic_ns(), (adapter,), error_type(error)
             self._calls.add_part(call, WAIT_FOR_ADAPTER, part)
 
-    def _template_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        http = self._templating(args, kwargs)
-        exchange = current_exchange.get() or open_exchanges.get(id(self._scope(http)))
-        if not self._recorder.level or (exchange is None and http is None):
-            return None
-        templated = self._templated.setdefault(http, []) if exchange is None else exchange.templated
-        return templated, monotonic_ns()
+    def _template_enter(self, role: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        read, is_outer = self._renders[role], role == "apply_template"
+
+        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            http = read(args, kwargs)
+            exchange = current_exchange.get() or open_exchanges.get(id(self._scope(http)))
+            if not self._recorder.level or (exchange is None and http is None):
+                return None
+            if exchange is None:
+                return None, self._templated.setdefault(http, []), monotonic_ns()
+            within, exchange.is_templating = exchange.is_templating, True
+            return (exchange, exchange.templated, monotonic_ns()) if is_outer or not within else None
+
+        return enter
 
     def _template_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is not None:
-            templated, start_ns = token
+            exchange, templated, start_ns = token
             templated.append((start_ns, monotonic_ns(), (), error_type(error)))
+            if exchange is not None:
+                exchange.is_templating = False
 
     def _prompt_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = _serving.get() or current_exchange.get()
@@ -340,8 +353,7 @@ class ServingObserver:
         if not self._outputs_are_passed:
             return args, kwargs
         # At the end of the call it would be too late: SGLang wakes callers, sixteen at a time, within it.
-        self._take(self._got(args, kwargs))
-        return None
+        return self._take(self._got(args, kwargs))
 
     def _outputs_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         if token is not None:
@@ -364,6 +376,7 @@ class ServingObserver:
                 call.first_ns = monotonic_ns()
             if reason is not None:
                 del live[rid]
+                call.status = self._status(reason)
                 self._calls.end(call, self._reason_text(reason) or "unknown", self._problem(reason) or "")
 
     def _take_new(self, outputs: Any) -> None:
@@ -397,7 +410,8 @@ class ServingObserver:
 
     def _abort_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         message = self._aborted(args, kwargs)
-        self._calls.abort(self._aborted_rid(message), self._problem(self._abort_reason(message)) or "")
+        rid, reason = self._aborted_rid(message), self._abort_reason(message)
+        self._calls.abort(rid, self._problem(reason) or "", self._status(reason))
         return args, kwargs
 
     def _abort_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
