@@ -27,7 +27,7 @@ from tests.support.sglang_server import Server, serve
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
-JSON, AGAIN, REGEX, CHAT, BASE, ADAPTED, WHOLE, STREAMED, *PAUSED = range(11)
+JSON, AGAIN, REGEX, CHAT, RESPONSE, OLLAMA, BASE, ADAPTED, WHOLE, STREAMED, *PAUSED = range(13)
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}}'
 GRAMMARS = {JSON: {"json_schema": SCHEMA}, AGAIN: {"json_schema": SCHEMA}, REGEX: {"regex": "[a-z]{3}"}}
 OPTIONS = (
@@ -51,6 +51,8 @@ def drive(server: Server, adapter: Path) -> None:
         generate(server, number, 30, grammar)
     chat = {"model": "mini", "max_tokens": 4, "messages": [{"role": "user", "content": "tell me"}]}
     server.post("/v1/chat/completions", chat, parent(CHAT))
+    server.post("/api/chat", {**chat, "stream": False}, parent(OLLAMA))
+    server.post("/v1/responses", {"model": "mini", "input": "tell me"}, parent(RESPONSE))
     chat_with_tools(server, WHOLE, STREAMED)
     server.tell("/load_lora_adapter", {"lora_name": "pirate", "lora_path": str(adapter)})
     generate(server, BASE)
@@ -77,7 +79,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Requests]:
         }
         with serve(model, folder / "log", prefix=prefix, more=OPTIONS, environment=environment) as server:
             drive(server, adapter)
-            receiver.wait_for(lambda spans: has_ended(spans, 11))
+            receiver.wait_for(lambda spans: has_ended(spans, 13))
         yield Requests(receiver, by_trace(receiver.spans))
 
 
@@ -95,8 +97,9 @@ def test_a_grammar_that_is_known_is_not_waited_for(run: Requests) -> None:
     assert run.spans(AGAIN, "queue")
 
 
-def test_the_chat_template_precedes_the_queue(run: Requests) -> None:
-    check_chat_template(run, CHAT)
+@pytest.mark.parametrize("number", [CHAT, RESPONSE, OLLAMA])
+def test_the_chat_template_precedes_the_queue(run: Requests, number: int) -> None:
+    check_chat_template(run, number)
 
 
 def test_what_parsing_an_answer_took_is_on_its_request(run: Requests) -> None:

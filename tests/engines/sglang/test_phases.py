@@ -31,8 +31,8 @@ CHUNK, MEMORY = 32, 900
 #: Numbers of the requests: a long prompt alone; beside answers; answers that are preempted; two of different
 #: priority; those that a pause interrupts.
 LONG, BESIDE, MANY, DISPLACED, PAUSED = 1, range(10, 26), range(30, 35), (40, 41), range(50, 53)
-#: Answers of other interfaces, and a request whose grammar is none.
-RESPONSE, MESSAGE, UNGRAMMATICAL, BY_GRPC = 60, 61, 62, 63
+#: Answers of other interfaces, and requests that are refused or aborted.
+RESPONSE, MESSAGE, UNGRAMMATICAL, BY_GRPC, TOO_LONG, ABORTED = range(60, 66)
 
 
 @dataclass
@@ -67,13 +67,13 @@ def stream_response(server: Server, number: int) -> tuple[str, float]:
     return found, first
 
 
-def chat_by_grpc(port: int, number: int) -> dict[str, Any]:
+def chat_by_grpc(port: int, number: int, text: str = "tell me") -> dict[str, Any]:
     """Return the answer to a chat over SGLang's own gRPC server, whose messages wrap OpenAI's."""
 
     def field(tag: int, content: bytes) -> bytes:
         return bytes([tag << 3 | 2, len(content) & 127 | 128, len(content) >> 7]) + content
 
-    body = {"model": "mini", "max_tokens": 4, "messages": [{"role": "user", "content": "tell me"}]}
+    body = {"model": "mini", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}
     (header,) = parent(number).items()
     message = field(1, json.dumps(body).encode())
     message += field(2, b"".join(field(1 + index, part.encode()) for index, part in enumerate(header)))
@@ -105,6 +105,11 @@ def drive(server: Server, receiver: Receiver) -> None:
         server.post("/pause_generation", {"mode": "retract"})
         time.sleep(1)
         server.post("/continue_generation", {})
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(generate, server, ABORTED, 10, 700)
+        time.sleep(0.5)
+        server.post("/pause_generation", {"mode": "abort"})
+        server.post("/continue_generation", {})
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +137,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             bad = {"text": "x", "sampling_params": {"max_new_tokens": 4, "ebnf": "root ::= ((("}}
             server.post("/generate", bad, parent(UNGRAMMATICAL), status=400)
             by_grpc = chat_by_grpc(grpc_port, BY_GRPC)
+            assert chat_by_grpc(grpc_port, TOO_LONG, "fox " * 2000)["code"] == 400
         receiver.wait_for(
-            lambda spans: {trace_id(UNGRAMMATICAL), trace_id(BY_GRPC)} <= {span.trace_id for span in spans}
+            lambda spans: {trace_id(UNGRAMMATICAL), trace_id(TOO_LONG)} <= {span.trace_id for span in spans}
         )
         ids = {RESPONSE: response_id, MESSAGE: message_id, BY_GRPC: by_grpc["id"]}
         yield Run(receiver, by_trace(receiver.spans), ids, first_text)
@@ -207,3 +213,18 @@ def test_a_grammar_that_is_none_is_its_callers_mistake(run: Run) -> None:
     assert not root.is_error
     before = {root.name, "tokenize", "grammar", "queue"}
     assert {span.name for span in run.of(UNGRAMMATICAL)} <= {*before, "detokenize"}
+
+
+def test_a_refusal_over_grpc_is_its_callers_mistake(run: Run) -> None:
+    root = run.root(TOO_LONG)
+    assert root.attributes["error.type"] == "ValueError"
+    assert root.attributes["http.response.status_code"] == 400
+    assert not root.is_error
+
+
+def test_a_pause_by_aborts_is_linked_to_the_requests_that_it_ends(run: Run) -> None:
+    root = run.root(ABORTED)
+    pauses = [span for span in run.receiver.named("pause") if (root.trace_id, root.span_id) in span.links]
+    assert len(pauses) == 1
+    assert pauses[0].start < root.end <= pauses[0].end
+    assert root.attributes["error.type"] == "abort"
