@@ -20,6 +20,7 @@ from sgl_aspects.tracing.options import DEFAULTS
         ("/api/chat", "chat"),
         ("/v1/completions", "text_completion"),
         ("/generate", "text_completion"),
+        ("/v1/audio/transcriptions", "text_completion"),
         ("/v1/embeddings", "embeddings"),
         ("/v1/score", "rerank"),
         ("/v2/rerank", "rerank"),

@@ -14,7 +14,7 @@ _OPERATIONS = {
     "chat": ("/chat/completions", "/messages", "/responses", "/chat"),
     "embeddings": ("/embeddings", "/embed", "/encode", "/pooling", "/classify"),
     "rerank": ("/rerank", "/score"),
-    "text_completion": ("/completions", "/generate"),
+    "text_completion": ("/completions", "/generate", "/audio/transcriptions", "/audio/translations"),
     "generate_content": ("/images/generations", "/images/edits", "/videos"),
 }
 
