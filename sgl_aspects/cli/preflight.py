@@ -126,10 +126,14 @@ def _attaching() -> Check:
 
 def _refused() -> str | None:
     """Stop a child of this process, and return why that is refused; None if it is not."""
+    reading, held = os.pipe()
     child = os.fork()
     if not child:
-        signal.pause()
-        os._exit(0)
+        try:
+            os.close(held)
+            os.read(reading, 1)  # until this process has ended, however it did
+        finally:
+            os._exit(0)
     try:
         with stopped(child):
             return None
@@ -138,6 +142,8 @@ def _refused() -> str | None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(reading)
+        os.close(held)
 
 
 def _clock() -> Check:

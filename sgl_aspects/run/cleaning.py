@@ -7,6 +7,7 @@ and ``report``, and so does a run whose folder was to be kept.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -15,12 +16,14 @@ from pathlib import Path
 from sgl_aspects.errors import AttachError
 from sgl_aspects.run import prepared
 from sgl_aspects.run.collector import collector_settings, collector_state
-from sgl_aspects.run.folder import remove_run_folder, runs, seal_run
+from sgl_aspects.run.folder import remove_run_folder, runs, seal_run, woven_ns
 from sgl_aspects.run.requests import prepared_processes
 
 STAYING = 4
 # A collector that was killed may be about to be restarted.
 _LEAST_SECONDS = 60.0
+# An attach that has no collector yet may be weaving for some minutes; its processes hold the run once woven.
+_LONGEST_ATTACH_SECONDS = 900.0
 
 
 def clean_up(own: str | None = None) -> None:
@@ -49,8 +52,11 @@ def _held_if_dead(folder: Path) -> int | None:
         return None
     try:
         settings = collector_settings(str(folder))
-        is_old = time.time() - folder.stat().st_mtime > _LEAST_SECONDS
+        age = time.time() - folder.stat().st_mtime
     except (OSError, ValueError):
         return None
     is_kept = settings.get("SGL_ASPECTS_TRACE_KEEP", "0") == "1"
-    return seal_run(str(folder)) if settings and is_old and not is_kept else None
+    is_dead = bool(settings) and age > _LEAST_SECONDS and not is_kept
+    if state is None and woven_ns(folder) == math.inf:  # an attach whose command and guard were both killed
+        is_dead = age > _LONGEST_ATTACH_SECONDS
+    return seal_run(str(folder)) if is_dead else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.otlp_receiver import http_receiver
-from tests.support.processes import finished, free_port
+from tests.support.processes import finished, free_port, wait_until_gone
 
 
 def preflight(*words: str, limit: str = "", **variables: Any) -> subprocess.CompletedProcess[str]:
@@ -96,6 +97,29 @@ def test_a_filter_of_system_calls_that_refuses_to_attach_is_found() -> None:
     assert done.returncode == 1
     assert line(done, "attach").startswith("lack")
     assert "docker run --cap-add SYS_PTRACE" in line(done, "attach")
+
+
+_KILLED = """
+import contextlib, os, signal
+from sgl_aspects.cli import main, preflight
+@contextlib.contextmanager
+def stopped(child):
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield
+preflight.stopped = stopped
+main.main(["preflight", "--file", "/dev/null"])
+"""
+
+
+def test_kill_9_while_it_tries_to_attach_leaves_no_process(tmp_path: Path) -> None:
+    with open(tmp_path / "output", "w+", encoding="utf-8") as output:
+        # not through a pipe, which the process that is left would hold
+        killed = subprocess.run([sys.executable, "-c", _KILLED], stdout=output, check=False)
+        if killed.returncode != -signal.SIGKILL:
+            pytest.skip("this machine is known to refuse ptrace, so that it is not tried")
+        output.seek(0)
+        wait_until_gone(int(output.read().split()[-1]))
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
