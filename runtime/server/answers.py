@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from pydantic import BaseModel
 
+from sgl_aspects.errors import InvalidRequestError
 from sgl_aspects.runtime.frontend.request import Prompt, StreamChunk
 from sgl_aspects.runtime.messages import TokenLogprobs
 from sgl_aspects.runtime.sampling_params import SamplingParams
@@ -57,9 +58,12 @@ class Endpoint(ABC):
             raise no_such_model(body.model, self.model)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options: only allowed with stream=true", param="stream_options")
-        prompts, params = self.prompts(body), self.sampling_params(body)
         stream = bool(body.stream)
-        call = await self.calls.start(request, self.id_prefix, prompts, params, stream=stream)
+        try:
+            prompts, params = self.prompts(body), self.sampling_params(body)
+            call = await self.calls.start(request, self.id_prefix, prompts, params, stream=stream)
+        except InvalidRequestError as error:
+            raise ApiError(400, _in_words_of(body, str(error))) from error
         try:
             response = await (self._stream(request, call, body) if stream else self._whole(request, call))
         except BaseException:
@@ -130,6 +134,12 @@ _SAME_NAMES = {
     *("top_p", "top_k", "min_p", "n", "stop", "seed", "stop_token_ids", "ignore_eos", "priority"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 }
+
+
+def _in_words_of(body: SamplingFields, message: str) -> str:
+    """Replace names of SamplingParams by those of the fields that a client has sent."""
+    most = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) else "max_tokens"
+    return message.replace("max_new_tokens", most).replace("min_new_tokens", "min_tokens")
 
 
 def common_params(body: SamplingFields) -> dict[str, Any]:

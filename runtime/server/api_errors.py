@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import HTTPException, Request, Response
@@ -73,21 +74,28 @@ def _error_of_body(error: RequestValidationError) -> ApiError:
     # A field of several types has an error for each type: a wrong type is the least informative.
     same_field = [fault for fault in faults if fault["loc"][:1] == first["loc"][:1]]
     first = next((fault for fault in same_field if not fault["type"].endswith("_type")), first)
-    place = ".".join(str(part) for part in first["loc"] if _is_field(part))
+    place = _place(first, error.body)
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     if first["type"] == "extra_forbidden":
-        place = _shortened(str(first["loc"][-1]))
         return ApiError(400, f"{place}: this field is not known{more}", param=place)
     if first["type"] == "missing":
         return ApiError(400, f"{place}: this field is missing{more}", param=place)
     what = "Input should be an object" if first["type"] == "model_attributes_type" else first["msg"]
-    value = _shortened(repr(first["input"]))
+    value = _shortened(json.dumps(first["input"], ensure_ascii=False))
+    what = what.removeprefix("Value error, ")
     return ApiError(400, f"{place or 'the body'}={value}: {what}{more}", param=place or None)
 
 
-def _is_field(part: int | str) -> bool:
-    """Return whether it is a field or an index: for a union, pydantic adds the names of its types."""
-    return isinstance(part, int) or (part.isidentifier() and part.islower() and part not in ("str", "int"))
+def _place(fault: Mapping[str, Any], body: Any) -> str:
+    """Return where in the body it is, without the names of types that pydantic adds for a union."""
+    parts = list(fault["loc"])
+    missing = [parts.pop()] if fault["type"] == "missing" else []
+    found = []
+    for part in parts:
+        if isinstance(body, list) if isinstance(part, int) else isinstance(body, dict) and part in body:
+            body = body[part]
+            found.append(_shortened(str(part)))
+    return ".".join(found + missing)
 
 
 def _shortened(text: str) -> str:

@@ -100,7 +100,7 @@ class _LimitedRequest(Request):
             raise ApiError(415, f"content-type={content_type[:100]!r}: send application/json")
         limit = settings.max_body_bytes
         announced = self.headers.get("content-length", "0")
-        if announced.isdecimal() and len(announced) < 20 and int(announced) > limit:
+        if announced.isdecimal() and (len(announced) > 18 or int(announced) > limit):
             raise ApiError(413, f"the body has {announced} bytes; at most {limit} are taken")
         try:
             self._body = await asyncio.wait_for(self._collect(limit), settings.body_timeout)

@@ -1,4 +1,4 @@
-"""Who may do what on a server without a key: other users of the machine, and pages in a browser."""
+"""Who may do what on a server without a key, such as pages in a browser; and the words of a refusal."""
 
 from __future__ import annotations
 
@@ -84,3 +84,20 @@ def test_the_document_has_the_models_name_and_the_need_of_a_key(
         _, document = closed.request("GET", "/openapi.json", None, key)
     assert document["security"] == [{"key": []}]
     assert document["paths"]["/health"]["get"]["security"] == []
+
+
+def test_a_refusal_names_the_field_as_the_client_sent_it(server: Server) -> None:
+    conversation = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    for given, message in (
+        ({"max_tokens": 100_000}, " and max_tokens=100000 do not fit"),
+        ({"max_completion_tokens": 100_000}, " and max_completion_tokens=100000 do not fit"),
+        ({"stream_options": {"usage": True}}, "stream_options.usage: this field is not known"),
+        ({"metadata": {"1": 5}}, "metadata.1=5: "),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: this field is missing"),
+    ):
+        status, answer = server.request("POST", "/v1/chat/completions", conversation | given)
+        assert (status, message in answer["error"]["message"]) == (400, True), answer
+
+
+def test_a_body_that_is_said_to_be_of_any_size_is_refused_at_once(server: Server) -> None:
+    assert server.request("POST", "/v1/completions", b"x", {"content-length": "9" * 20})[0] == 413
