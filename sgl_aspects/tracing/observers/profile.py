@@ -96,7 +96,7 @@ class ProfileObserver:
         step = self._tracker.running
         # Without a step here it may be one of another process.
         is_step = not self._tracker.has_passes if step is None else bool(step.id)
-        is_inner = self._is_inside or self._forward.is_draft
+        is_inner = self._is_inside or self._forward.is_beside
         if is_inner or self._request is None or self._tracker.level < 3 or not is_step:
             return 0
         runner = self._runner(args, kwargs)
