@@ -23,7 +23,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from sgl_aspects import env
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.files import unfollowed, write_private
+from sgl_aspects.files import read_small, write_private
 from sgl_aspects.run import prepared
 from sgl_aspects.run.requests import ask, prepared_process
 from sgl_aspects.weaving import HookReport, HookSource, HookType, Report, Stale, State
@@ -34,6 +34,7 @@ logger = logging.getLogger("sgl_aspects")
 VARIABLE = "SGL_ASPECTS_REPORT"
 SUFFIX = ".hooks.json"
 _ANSWER_SECONDS = 20.0
+_LONGEST = 64 << 20  # bytes of a report, in a folder of any user
 _Record = TypeVar("_Record")
 _writer: _Writer | None = None
 #: The plugins that failed in this process, each with its error.
@@ -147,8 +148,7 @@ def read_all(folder: str | Path) -> Iterator[ProcessReport]:
             logger.warning("process %d: its latest report is shown: %s", one.process_id, answer["error"])
     for file in files:
         try:
-            with open(file, encoding="utf-8", opener=unfollowed) as opened:
-                yield _checked(_decoded(json.load(opened)))
+            yield _checked(_decoded(json.loads(read_small(file, _LONGEST))))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{file} is not a report of this version: {error!r}; delete it") from error
 

@@ -72,3 +72,12 @@ def test_a_value_of_another_type_is_an_error_that_names_the_file(
     assert f"{file} is not a report of this version" in said
     assert "delete it" in said
     assert "Traceback" not in said
+
+
+def test_a_report_of_any_size_is_not_read_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder may be another user's."""
+    file = tmp_path / "1-aa.hooks.json"
+    file.touch()
+    os.truncate(file, 100 << 30)
+    assert main(["hooks", "--from", str(tmp_path)]) == 2
+    assert f"{file} is not a report of this version" in capsys.readouterr().err
