@@ -67,15 +67,16 @@ class Slot:
     """The attribute of a join point, or of several for a property: its original and the installed value.
 
     :ivar occupants: the woven callables that are installed, by part; a class as "".
+    :ivar origin: what the original was remade from by rebinding; the original itself if it was not.
     :ivar superseded: the module's code ran again, and another join point has the attribute now.
     """
 
-    __slots__ = ("_origin", "_place", "occupants", "original", "standing", "superseded")
+    __slots__ = ("_place", "occupants", "origin", "original", "standing", "superseded")
 
     def __init__(self, place: AttributeReference) -> None:
         self._place = place
         self.original = self.standing = place.raw
-        self._origin = origin_of(place.raw)
+        self.origin = origin_of(place.raw)
         self.superseded = False
         self.occupants: dict[str, Any] = OwnDict()
 
@@ -114,7 +115,8 @@ class Slot:
         inherits = self._place.inherited
         rebound = {} if inherits and not occupants else self._rebound_parts()
         parts = OwnDict(rebound, **occupants)
-        wanted = rebuild(self._place, parts, self._origin if rebound else None) if parts else self.original
+        place = self._place._replace(raw=self.original)
+        wanted = rebuild(place, parts, self.origin if rebound else None) if parts else self.original
         present = current(owner, name)
         if self.superseded or present is not self.expected:
             logger.info("%s: another patch is there; it is left in place", self._place)
@@ -125,8 +127,8 @@ class Slot:
             if current(owner, name) is present:
                 raise AttributeError(f"its type {class_name(type(owner))} ignores assignments")
         forget_origin(self.standing)
-        if wanted is self.original is not self._origin:
-            _note_origin(wanted, self._origin)
+        if wanted is self.original is not self.origin:
+            _note_origin(wanted, self.origin)
         self.occupants = occupants
         self.standing = wanted
 

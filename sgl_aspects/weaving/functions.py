@@ -52,7 +52,7 @@ class WovenFunction:
     """
 
     __slots__ = (
-        *("_body", "_calls", "_compiled", "_in_c", "_iterable", "_model", "_run", "_signature", "_taken"),
+        *("_body", "_calls", "_compiled", "_in_c", "_iterable", "_model", "_run", "_taken"),
         *("applied", "code", "function", "kind"),
     )
 
@@ -63,7 +63,6 @@ class WovenFunction:
         self.applied = False
         self._calls = _Calls()
         self._in_c: Any = None
-        self._signature: Signature | None = None
         self._taken: dict[str, Any] = OwnDict()
         self._compiled: CompiledChain | None = None
         code = _call_hooks.__code__ if anonymous else original.__code__
@@ -81,7 +80,6 @@ class WovenFunction:
         self.function: Any = self._run
         if not anonymous:
             self._run.__dict__ = {} if "__wrapped__" in original.__dict__ else Attributes()
-            self._signature = Signature.of(self._run)
             self.take_attributes(original)
 
     @property
@@ -143,12 +141,12 @@ class WovenFunction:
         self.function.__dict__["__wrapped__"] = original.__dict__.get("__wrapped__", original)
         # Unless the original has them: `inspect` then follows those.
         if {"__wrapped__", "__signature__"}.isdisjoint(original.__dict__):
-            self.function.__dict__["__signature__"] = self._signature
+            self.function.__dict__["__signature__"] = Signature.of(self._run)
 
     def give_attributes(self, original: types.FunctionType) -> None:
         """Copy the attributes that were set on the woven function back to ``original``."""
-        if self.function.__dict__.get("__signature__") is self._signature:
-            self.function.__dict__.pop("__signature__", None)
+        if type(self.function.__dict__.get("__signature__")) is Signature:
+            del self.function.__dict__["__signature__"]
         for name, value in self._taken.items():
             if getattr(self.function, name) is not value:
                 setattr(original, name, getattr(self.function, name))
@@ -270,11 +268,16 @@ _OWN = {"__wrapped__", _KEPT, REMADE}
 
 
 def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> None:
-    for name in target.__dict__.keys() - source.__dict__.keys() - _OWN:
+    given = _given_attributes(source)
+    for name in _given_attributes(target).keys() - given.keys():
         del target.__dict__[name]
-    for name, value in list(source.__dict__.items()):
-        if name not in _OWN:
-            target.__dict__[name] = value
+    target.__dict__.update(given)
+
+
+def _given_attributes(function: types.FunctionType) -> dict[str, Any]:
+    """Return the attributes but for those of a woven function itself: its original may be woven, too."""
+    given = function.__dict__.items()
+    return OwnDict((name, one) for name, one in given if name not in _OWN and type(one) is not Signature)
 
 
 # -- proxies ------------------------------------------------------------------------------------------------
@@ -400,10 +403,11 @@ def passing_on(proxy: Any, called: Callable[..., Any]) -> Callable[..., Any]:
 
     :param called: what to call as long as none has been removed.
     """
-    wrapped = proxy.__wrapped__
+    wrapped, reference = proxy.__wrapped__, weakref.ref(proxy)  # weak: nothing collects cycles through code
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        now = proxy.__wrapped__
+        proxy = reference()
+        now = wrapped if proxy is None else proxy.__wrapped__
         return (called if now is wrapped else now)(*args, **kwargs)
 
     return calls_original(call)

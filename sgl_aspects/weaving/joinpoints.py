@@ -212,7 +212,7 @@ class FunctionJoinPoint(JoinPoint):
             if self.place.inherited:  # the base may have another one by now
                 below = inherited(self.place.owner, self.place.name)
                 if below is not MISSING:
-                    self.slot.original = below
+                    self.slot.original = self.slot.origin = below
                     self.inner, _ = opened(self.place._replace(raw=below))
             elif self.inner is self.original and type(self.inner) is not types.FunctionType:
                 # Its owner may have removed a wrapper that was below.
@@ -397,7 +397,7 @@ class JoinPoints:
         for point in reversed(self.at(place)):
             if current(place.owner, place.name) is point.slot.expected:
                 return point
-        if place.inherited:
+        if self._beneath(place)[0].inherited:
             return None
         # Another name of a woven object, or another descriptor around it.
         for seen, part in ((callable_in(place), None), (place.raw, place.part)):
@@ -413,8 +413,7 @@ class JoinPoints:
 
     def add(self, advice: Advice, place: AttributeReference) -> JoinPoint:
         """Return a new join point with its first hook, above those made for ``place`` before."""
-        slot = next((one.slot for one in self._parts_of(place) if one.standing is place.raw), None)
-        slot = slot or Slot(place)
+        place, slot = self._beneath(place)
         point = ClassJoinPoint(place, slot) if is_class(place.raw) else FunctionJoinPoint(place, slot)
         point.add(advice)
         for below in self.at(place):
@@ -443,9 +442,10 @@ class JoinPoints:
         self._by_object.update((id(seen), point) for seen in point.known_by)
 
     def forget_objects(self, point: JoinPoint) -> None:
-        """Know ``point`` no longer by its objects, which it is about to change."""
+        """Know ``point`` no longer by its objects, which change for all parts of a property."""
         for seen in point.known_by:
-            if self._by_object.get(id(seen)) is point:
+            known = self._by_object.get(id(seen))
+            if known is not None and known.slot is point.slot:
                 del self._by_object[id(seen)]
 
     def note_remade(self, old: Any, new: Any) -> None:
@@ -460,6 +460,13 @@ class JoinPoints:
     def displaced(self) -> list[JoinPoint]:
         """Return the points that another patch covers."""
         return [points[-1] for points in self._at.values() if points[-1].displaced]
+
+    def _beneath(self, place: AttributeReference) -> tuple[AttributeReference, Slot]:
+        """Return ``place`` and its slot; it is inherited if another part of the property there was."""
+        for point in self._parts_of(place):
+            if point.standing is place.raw:
+                return place._replace(inherited=point.place.inherited), point.slot
+        return place, Slot(place)
 
     def _parts_of(self, place: AttributeReference) -> Iterator[JoinPoint]:
         """Yield the join points of the attribute at ``place``, for every part of a property."""

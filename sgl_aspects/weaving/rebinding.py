@@ -236,10 +236,10 @@ def rebind(pairs: Iterable[Pair], remade: Callable[[Any, Any], None]) -> list[St
     :param remade: called with each method or descriptor around an old object, and the one that replaces it.
     """
     every = list(pairs)
-    sought = (pair for pair in every if pair.extra and not (pair.extra == 1 and _rebind_twin(pair)))
-    wanted = {id(pair.old): pair for pair in sought}
+    sought = [pair for pair in every if pair.extra and not (pair.extra == 1 and _rebind_twin(pair))]
+    wanted = {id(pair.old): pair for pair in sought if pair.only_bound_to is None}
     found = _rebind_modules(wanted) if wanted else {}
-    left = [pair for key, pair in wanted.items() if not 0 <= pair.extra <= found.get(key, 0)]
+    left = [pair for pair in sought if not 0 <= pair.extra <= found.get(id(pair.old), 0)]
     stale = []
     if left:
         with unfrozen():
@@ -271,8 +271,8 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
             continue
         for name in here:
             pair = wanted[id(held[name])]
-            is_kept = pair.only_bound_to is not None or id(names) in pair.exclude
-            if not is_kept and (id(names), name) not in pair.exclude and names.get(name) is pair.old:
+            is_kept = id(names) in pair.exclude or (id(names), name) in pair.exclude
+            if not is_kept and names.get(name) is pair.old:
                 names[name] = pair.new
                 found[id(pair.old)] = found.get(id(pair.old), 0) + 1
     return found
@@ -302,7 +302,9 @@ class _Collected:
 
     def __init__(self, pairs: Iterable[Pair], remade: Callable[[Any, Any], None]) -> None:
         self._remade = remade
-        self.pairs = {id(pair.old): pair for pair in pairs}
+        self.pairs: dict[int, list[Pair]] = {}
+        for pair in sorted(pairs, key=_width):
+            self.pairs.setdefault(id(pair.old), []).append(pair)
         self._referrer = 0  # the id of the one that is changed: it may be excluded from some pairs
         self.stale: list[Stale] = []
 
@@ -314,13 +316,13 @@ class _Collected:
         return [*self.stale, *(_Collected(anew, self._remade).rebind() if anew else ())]
 
     def _round(self) -> list[Pair]:
-        olds = [pair.old for pair in self.pairs.values()]
+        olds = [pairs[0].old for pairs in self.pairs.values()]
         # Not the state of C modules: on Python 3.12 asking `_asyncio` what it refers to spoils its free list.
         found = [one for one in referrers(olds) if not is_module(one) and not _is_ours(one)]
         owners = self._owners([one for one in found if is_a(one, tuple) or _is_namespace(one)], found)
         anew: list[Pair] = []
         dependent: list[Any] = []
-        kept: Exclusions = frozenset().union(*(pair.exclude for pair in self.pairs.values()))
+        kept: Exclusions = frozenset().union(*(one.exclude for pairs in self.pairs.values() for one in pairs))
         for referrer in found:
             self._referrer = id(referrer)
             owned_by = owners.get(id(referrer), [])
@@ -397,10 +399,10 @@ class _Collected:
 
     def _new(self, value: Any, bound_to: Any = None) -> Any:
         """Return the replacement of ``value``; ``value`` itself if it is not an old object."""
-        pair = self.pairs.get(id(value))
-        if pair is None or pair.old is not value or self._referrer in pair.exclude:
-            return value
-        return pair.new if _concerns(pair.only_bound_to, bound_to) else value
+        for pair in self.pairs.get(id(value), ()):
+            if self._referrer not in pair.exclude and _concerns(pair.only_bound_to, bound_to):
+                return pair.new if pair.old is value else value
+        return value
 
     def _owners(self, held: list[Any], found: list[Any]) -> dict[int, list[Any]]:
         """Return the owners of each of ``held``: classes of dictionaries, functions of defaults."""
@@ -442,6 +444,12 @@ def _is_module_namespace(referrer: Any) -> bool:
     name = dict.get(referrer, "__name__") if is_a(referrer, dict) else None
     module = sys.modules.get(name) if isinstance(name, str) else None
     return module is not None and namespace(module) is referrer
+
+
+def _width(pair: Pair) -> float:
+    """Return a key that sorts pairs of one old object: those for fewer bound methods first."""
+    only = pair.only_bound_to
+    return 0 if only is None else -len(bases(only)) if is_class(only) else float("-inf")
 
 
 def _concerns(only: Any, bound_to: Any) -> bool:

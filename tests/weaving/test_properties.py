@@ -1,13 +1,17 @@
-"""Properties whose functions are those of others, too: setters of a subclass with the getter of its base."""
+"""Properties and methods whose functions are those of others: of a base, a descriptor, a wrapper."""
 
 from __future__ import annotations
 
+import gc
+import inspect
 import itertools
+import weakref
+from typing import Any
 
 import pytest
 
 import sgl_aspects as aspects
-from tests.support.woven_modules import around, hooked, module_of
+from tests.support.woven_modules import Watch, around, fixture_of, hooked, module_of
 
 PROPERTY_OF_A_SUBCLASS = """
 class Account:
@@ -79,3 +83,91 @@ def test_a_property_whose_functions_are_hooked_by_any_of_their_names(
         for end in ends:
             handles[end].remove()
         assert vars(module.Owner)["value"] is before
+
+
+FAMILY = """
+import wrapt
+class Base:
+    def m(self): pass
+    @classmethod
+    def c(cls): pass
+    @property
+    def p(self): pass
+    @p.setter
+    def p(self, value): pass
+    @p.deleter
+    def p(self): pass
+class Sub(Base): pass
+made = Base()
+kept = made.m
+@wrapt.decorator
+def handing_on(wrapped, instance, args, kwargs): return wrapped(*args, **kwargs)
+@handing_on
+def decorated(): pass
+"""
+family = fixture_of(FAMILY)
+
+
+def test_a_setter_hooked_in_a_subclass_after_its_getter_stays_out_of_the_base(family: Any) -> None:
+    setter = Watch()
+    aspects.weave(around("engine:Sub.p"))
+    aspects.weave(setter.on("engine:Sub.p.fset"))
+    family.Base().p = 1
+    assert not setter.entered
+    family.Sub().p = 1
+    assert len(setter.entered) == 1
+
+
+def test_a_setter_hooked_at_once_with_the_getter_in_a_subclass_runs_there_too(family: Any) -> None:
+    setter = Watch()
+    aspects.weave(around("engine:Sub.p"), setter.on("engine:Base.p.fset"))
+    family.Sub().p = family.Base().p = 1
+    assert len(setter.entered) == 2
+
+
+def test_a_getter_hooked_in_the_base_runs_in_a_subclass_that_keeps_a_hook_on_the_setter_alone(
+    family: Any,
+) -> None:
+    getter = Watch()
+    handle = aspects.weave(around("engine:Sub.p"))
+    aspects.weave(around("engine:Sub.p.fset"), getter.on("engine:Base.p"))
+    handle.remove()
+    assert family.Sub().p is None
+    assert len(getter.entered) == 1
+
+
+def test_a_bound_method_has_the_hooks_on_its_instance_and_its_class_woven_at_once(family: Any) -> None:
+    of_instance, of_class = Watch(), Watch()
+    aspects.weave(of_instance.on("engine:made.m"), of_class.on("engine:Base.m"))
+    family.kept()
+    assert (len(of_instance.entered), len(of_class.entered)) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["m", "c"])
+def test_a_method_has_nothing_of_hooks_on_a_subclass_that_are_removed_after_its_own(
+    name: str, family: Any
+) -> None:
+    raw = vars(family.Base)[name]
+    function, before = getattr(raw, "__func__", raw), {**vars(raw)}
+    base, sub = (aspects.weave(around(f"engine:{owner}.{name}")) for owner in ("Base", "Sub"))
+    base.remove()
+    sub.remove()
+    assert vars(family.Base)[name] is raw
+    assert vars(raw) == before
+    assert not vars(function)
+    assert len(inspect.signature(function).parameters) == 1
+
+
+@pytest.mark.parametrize(
+    "targets", [["engine:Base.p", "engine:Base.p.fset", "engine:Base.p.fdel"], ["engine:decorated"]]
+)
+def test_what_was_hooked_can_be_collected_after_the_removal(targets: list[str]) -> None:
+    with module_of(FAMILY) as module:
+        handle = aspects.weave(*map(around, targets))
+        handle.disable()
+        handle.remove()
+        base = weakref.ref(module.Base)
+    del module
+    while gc.collect():
+        pass
+    assert base() is None
