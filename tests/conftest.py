@@ -39,7 +39,7 @@ LONGEST = (
     *("traced_functions", "timeline", "top", "graphs", "vendor", "metrics", "smollm2", "backend", "sdk"),
     *("soak", "rebinding", "importing", "targets", "hostile", "classes", "otlp", "plugins", "weights"),
     *("joined", "native", "dump", "requests", "surroundings", "control", "profile", "current", "dispatch"),
-    *("package", "pytest_plugin", "sampling", "equality", "tests", "rooms"),
+    *("package", "pytest_plugin", "sampling", "tests", "rooms"),
 )
 
 

@@ -15,7 +15,7 @@ readonly ROOT=$PWD
 
 # What depends on its surroundings most: users, folders, memory, compilers, arithmetic.
 readonly SHORT=(tests/attach/test_refusals.py tests/tracing/test_surroundings.py tests/tracing/test_native.py
-	tests/cli/test_doctor.py tests/runtime/test_equality.py)
+	tests/cli/test_doctor.py tests/runtime/test_models.py)
 
 selection=()
 names=()

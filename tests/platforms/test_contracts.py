@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -15,17 +14,14 @@ from loopback_platform.platform import LoopbackPlatform
 from sgl_aspects.conformance import run_checks, selected_checks
 from sgl_aspects.platforms import set_current_platform
 from tests.support.page_package import PAGE, write_package
+from tests.support.pages import made_by
 from tests.support.processes import command, output_of
 
 ROOT = PAGE.parents[1]
 
 
 def test_the_tables_are_made_of_the_code() -> None:
-    spec = importlib.util.spec_from_file_location("make_contracts", PAGE.parent / "make_contracts.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = made_by("make_contracts")
     assert module.PAGE.read_text() == module.page(), "run python docs/make_contracts.py"
 
 

@@ -100,13 +100,6 @@ def test_what_a_platform_sets_holds_in_the_callers_process(
         )
 
 
-def test_what_a_user_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_llama(tmp_path)
-    choose(monkeypatch, "ShortAcmePlatform")
-    with Engine(model_path=tmp_path, context_length=64) as engine:
-        assert engine.context_length == 64
-
-
 def test_a_platform_sets_what_the_user_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """A field that was given is not open, even with the value that it has by default."""
     choose(monkeypatch, "FixedAcmePlatform")

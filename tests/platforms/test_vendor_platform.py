@@ -11,13 +11,13 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError
 from tests.support.processes import finished, output_of
+from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.slow
@@ -53,9 +53,6 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages")
     for name in ("acme", "bolt"):
         assert main(["new-platform", name, "--output", str(folder / name)]) == 0
-        marker = folder / f"{name}.imported"
-        package = folder / name / f"{name}_platform" / "__init__.py"
-        package.write_text(f"{package.read_text()}\nopen({str(marker)!r}, 'w').close()\n")
     shutil.copytree(ROOT / "examples/vendor_platform", folder / "loopback")
     return folder
 
@@ -66,41 +63,6 @@ def environment(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Env
     install = ["-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
     output_of(made.run(*install, *(str(packages / name) for name in ("acme", "bolt", "loopback"))))
     return made
-
-
-def imported(packages: Path) -> set[str]:
-    found = {file.stem for file in packages.glob("*.imported")}
-    for file in packages.glob("*.imported"):
-        file.unlink()
-    return found
-
-
-def test_several_installed_platforms_are_an_error_that_names_them(environment: Environment) -> None:
-    done = environment.run("-m", "sgl_aspects", "platforms")
-    assert done.returncode == 2
-    for part in (
-        "'acme' of acme-platform 0.1.0",
-        "'bolt' of bolt-platform 0.1.0",
-        "'loopback' of loopback-platform 0.1.0",
-        "SGLANG_PLATFORM",
-    ):
-        assert part in done.stderr
-
-
-def test_two_of_three_is_an_error_too_and_one_is_chosen(environment: Environment, packages: Path) -> None:
-    done = environment.run("-m", "sgl_aspects", "platforms", LOOPBACK_VISIBLE_DEVICES="")
-    assert done.returncode == 2
-    assert "'acme' of acme-platform 0.1.0, 'bolt' of bolt-platform 0.1.0. Set" in done.stderr
-    imported(packages)
-    printed = output_of(environment.run("-m", "sgl_aspects", "platforms", platform="acme"))
-    assert re.search(r"acme +acme-platform 0\.1\.0 +chosen +SGLANG_PLATFORM=acme", printed)
-    assert imported(packages) == {"acme"}  # no other package's code ran
-
-
-def test_the_chosen_device_that_is_absent_is_an_error(environment: Environment) -> None:
-    done = environment.run("-m", "sgl_aspects", "platforms", platform="loopback", LOOPBACK_VISIBLE_DEVICES="")
-    assert done.returncode == 2
-    assert "hardware not available" in done.stderr
 
 
 def test_a_new_package_passes_its_own_tests_unchanged(environment: Environment, packages: Path) -> None:
@@ -148,24 +110,11 @@ def test_the_traced_runtime_generates_on_it(environment: Environment, tmp_path: 
         *(str(script), str(tmp_path / "model"), str(traces)), platform="loopback", SGL_ASPECTS_TRACE_LEVEL="3"
     )
     assert done.returncode == 0, done.stderr
-    forwards = [span for span in spans(traces) if span["name"] == "forward"]
+    spans = [*read_file(traces)]
+    forwards = [span.attributes for span in spans if span.name == "forward"]
     assert len(forwards) >= 6
-    assert {attributes(span)["sgl_aspects.device.name"]["stringValue"] for span in forwards} == {"loopback"}
-    times = [attributes(span).get("sgl_aspects.forward.device_time") for span in forwards]
-    assert any(time is not None and time["doubleValue"] > 0 for time in times)
-
-
-def spans(file: Path) -> list[dict[str, object]]:
-    found = []
-    for line in file.read_text().splitlines():
-        for resource in json.loads(line)["resourceSpans"]:
-            for scope in resource["scopeSpans"]:
-                found += scope["spans"]
-    return found
-
-
-def attributes(span: dict[str, object]) -> dict[str, dict[str, Any]]:
-    return {entry["key"]: entry["value"] for entry in span["attributes"]}  # type: ignore[attr-defined]
+    assert {forward["sgl_aspects.device.name"] for forward in forwards} == {"loopback"}
+    assert any(forward.get("sgl_aspects.forward.device_time", 0) > 0 for forward in forwards)
 
 
 @pytest.mark.parametrize("name", ["Acme", "9to5", "class", "a-b", "", "cuda", "native"])

@@ -183,17 +183,6 @@ def test_what_was_used_longest_ago_is_evicted_first() -> None:
     assert [len(cache.prefix_cache.pages_of(node)) for node in found.values()] == [2, 0, 1]
 
 
-def test_what_a_request_holds_is_not_evicted() -> None:
-    cache = make_cache(20, 1)
-    run_through(cache, list(range(10)))
-    req = make_req([*range(10), 77])
-    assert cache.add(req, 0)
-    assert req.computed_tokens == 10
-    assert not cache.add(make_req([5] * 10), 0)
-    assert cache.add(make_req([5] * 9), 0)
-    compute(cache, req, 1)
-
-
 def test_requests_that_compute_the_same_at_once_end_up_with_one_copy() -> None:
     cache = make_cache(40, 2)
     reqs = [make_req([1, 2, 3, 4, 5]) for _ in range(3)]

@@ -136,20 +136,6 @@ def test_the_models_end_token_ends_a_request_unless_ignored(engine: Engine) -> N
     assert {result.completion_tokens for result in more} == {300}
 
 
-def test_stop_texts_end_a_request_and_are_cut_off(engine: Engine, model: Any) -> None:
-    settings: dict[str, Any] = {"max_new_tokens": 200, "ignore_eos": True, "temperature": 1.0}
-    settings["seed"] = clear_seed(model, [[7]], 200, ignore_eos=True, temperature=1.0)
-    text = engine.generate([7], SamplingParams(**settings)).text
-    stop = text[60:63]
-    end = text.index(stop)
-    params = SamplingParams(stop=["\0\0", stop], **settings)
-    result = engine.generate([7], params)
-    assert (result.text, result.finish_reason) == (text[:end], "stop")
-    chunks = list(engine.stream([7], params))
-    assert "".join(chunk.text for chunk in chunks) == text[:end]
-    assert chunks[-1].finish_reason == "stop"
-
-
 # -- aborts ------------------------------------------------------------------------------------------
 
 
@@ -222,13 +208,6 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(
 def test_without_a_seed_requests_differ(engine: Engine) -> None:
     outputs = {tuple(result.output_ids) for result in engine.generate([[9, 9, 9]] * 4, sampled(None))}
     assert len(outputs) == 4
-
-
-def test_top_k_of_one_is_greedy(engine: Engine) -> None:
-    greedy = engine.generate([9, 9], SamplingParams(max_new_tokens=24, ignore_eos=True))
-    assert engine.generate([9, 9], sampled(3, top_k=1)).output_ids == greedy.output_ids
-    assert engine.generate([9, 9], sampled(3, top_p=1e-9)).output_ids == greedy.output_ids
-    assert engine.generate([9, 9], sampled(3)).output_ids != greedy.output_ids
 
 
 # -- many callers ------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +21,9 @@ import pytest
 
 from sgl_aspects.cli.main import main
 from tests.support.http_server import LOCAL, Server, serving
-from tests.support.phases import engine_receiver
 from tests.support.processes import is_running, wait_until
 from tests.support.threads import in_threads
 from tests.support.tiny_models import llama_fixture
-
-TRACE = "0af7651916cd43dd8448eb211c80319c"
-
 
 model = llama_fixture(max_position_embeddings=16384)
 
@@ -236,73 +231,7 @@ def test_settings_that_cannot_be_are_refused_before_the_model_is_loaded(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_model_without_a_chat_template_still_completes(model: Path, tmp_path: Path) -> None:
-    import shutil
-
-    folder = tmp_path / "plain"
-    shutil.copytree(model, folder)
-    (folder / "chat_template.jinja").unlink()
-    with serving(folder, tmp_path / "log") as server:
-        conversation = {"model": "plain", "messages": [{"role": "user", "content": "a"}]}
-        status, answer = server.request("POST", "/v1/chat/completions", conversation)
-        assert status == 400
-        assert "this model has no chat template" in answer["error"]["message"]
-        assert ask(server, 3, model="plain")[0] == 200
-
-
 # -- hooks and traces --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_one_trace_for_each_call_under_the_callers_id(model: Path, tmp_path: Path) -> None:
-    with engine_receiver() as receiver:
-        run = (
-            sys.executable,
-            "-m",
-            "sgl_aspects",
-            "run",
-            "--endpoint",
-            receiver.endpoint,
-            "--level",
-            "1",
-            "--",
-        )
-        with serving(model, tmp_path / "log", prefix=run) as server:
-            caller = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
-            assert server.request("POST", "/v1/completions", body(4, n=3), caller)[0] == 200
-            assert server.request("POST", "/v1/completions", body(4, n=2, prompt=["a", "b"]))[0] == 200
-            assert server.request("POST", "/v1/completions", body(4))[0] == 200
-            assert server.stop() == 0
-        wait_until(lambda: len([s for s in receiver.spans if s.name == "text_completion tiny"]) == 8)
-    roots = [span for span in receiver.spans if span.name == "text_completion tiny"]
-    by_trace: dict[str, int] = {}
-    for span in roots:
-        by_trace[span.trace_id] = by_trace.get(span.trace_id, 0) + 1
-    assert by_trace.pop(TRACE) == 3
-    assert sorted(by_trace.values()) == [1, 4]
-    assert {span.parent_id for span in roots if span.trace_id == TRACE} == {"00f067aa0ba902b7"}
-    assert {span.attributes.get("gen_ai.request.choice.count") for span in roots} == {3, 2, None}
-
-
-@pytest.mark.slow
-def test_hooks_are_there_before_the_server_is_imported(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "shouting.py").write_text(
-        "def prompts(result, *args, **kwargs):\n    return ['the lazy dog' for _ in result]\n"
-    )
-    config = tmp_path / "aspects.toml"
-    config.write_text(
-        '[[hook]]\ntarget = "sgl_aspects.runtime.server.endpoints:CompletionEndpoint.prompts"\n'
-        'type = "after"\nhook = "shouting:prompts"\n'
-    )
-    environment = {
-        "SGL_ASPECTS_CONFIG": str(config),
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
-    }
-    with serving(model, tmp_path / "log", environment=environment) as server:
-        asked = ask(server, 8, prompt="fünf Füchse")[1]["choices"][0]["text"]
-        assert asked == ask(server, 8, prompt="the lazy dog")[1]["choices"][0]["text"]
-        assert server.stop() == 0
 
 
 @pytest.mark.slow

@@ -105,34 +105,6 @@ def test_eight_prompts_in_one_batch_answer_as_transformers(engine: Engine, expec
     assert [result.output_ids for result in results] == expected
 
 
-@pytest.mark.slow
-def test_each_prompt_alone_answers_as_transformers(engine: Engine, expected: list[list[int]]) -> None:
-    results = [engine.generate(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in PROMPTS]
-    assert [result.output_ids for result in results] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("page_size", "tp_size"), [(1, 1), (16, 1), (16, 3)])
-def test_in_a_tiny_cache_and_on_several_ranks_they_answer_as_transformers(
-    smollm2_path: Path, expected: list[list[int]], page_size: int, tp_size: int
-) -> None:
-    with Engine(
-        model_path=smollm2_path,
-        dtype="float32",
-        page_size=page_size,
-        tp_size=tp_size,
-        max_total_tokens=400,
-        decode_reserve=0,
-        chunked_prefill_size=48,
-    ) as engine:
-        for _ in range(2):  # the second time with prefixes
-            results = engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
-            assert [result.output_ids for result in results] == expected
-        stats = engine.stats()
-        assert stats["retractions"] > 0
-        assert stats["kv_available_tokens"] == stats["kv_total_tokens"]
-
-
 def test_chat_answers_in_english(engine: Engine) -> None:
     result = engine.generate([{"role": "user", "content": "What is the capital of France?"}])
     assert result.text == "The capital of France is Paris."

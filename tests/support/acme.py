@@ -101,39 +101,13 @@ class MLATokenToKVPool:
 
 
 class DSATokenToKVPool(MLATokenToKVPool):
-    """The same with the keys of an indexer."""
+    """The same with the keys of an indexer. ``pool``: the arguments of that one."""
 
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        kv_lora_rank: int,
-        dtype: torch.dtype,
-        qk_rope_head_dim: int,
-        layer_num: int,
-        device: torch.device,
-        index_head_dim: int,
-        enable_memory_saver: bool,
-        kv_cache_dim: int,
-        start_layer: int,
-        end_layer: int,
-    ) -> None:
+    def __init__(self, *, index_head_dim: int, kv_cache_dim: int, **pool: Any) -> None:
         used("dsa pool")
-        assert kv_cache_dim == kv_lora_rank + qk_rope_head_dim
-        super().__init__(
-            size,
-            page_size,
-            dtype,
-            kv_lora_rank,
-            qk_rope_head_dim,
-            layer_num,
-            device,
-            enable_memory_saver,
-            start_layer,
-            end_layer,
-        )
-        shape = (size + page_size, index_head_dim)
-        self.index_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layer_num)]
+        assert kv_cache_dim == pool["kv_lora_rank"] + pool["qk_rope_head_dim"]
+        super().__init__(**pool)
+        self.index_buffer = [keys.new_zeros(len(keys), index_head_dim) for keys in self.kv_buffer]
 
     def set_index_key_buffer(self, layer: Any, loc: Tensor, index_key: Tensor) -> None:
         self.index_buffer[layer.layer_id - self.start_layer][loc] = index_key

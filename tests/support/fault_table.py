@@ -29,7 +29,7 @@ class Fault(NamedTuple):
 FAULTS = (
     Fault(
         "collector, scheduler or server killed at each moment, 16 streams",
-        (f"{_FAULTS}a_kill", f"{_TRACING}test_killed_collectors.py", f"{_TRACING}test_endurance.py"),
+        (f"{_FAULTS}a_kill", f"{_TRACING}test_killed_collectors.py"),
         "nothing that ended; open spans are marked `unfinished`",
     ),
     Fault(
@@ -44,7 +44,7 @@ FAULTS = (
     ),
     Fault(
         "a disk that is full, a file that another run writes",
-        (f"{_FAULTS}a_disk", f"{_SURROUNDINGS}a_disk", f"{_TRACING}test_files.py"),
+        (f"{_SURROUNDINGS}a_disk", f"{_TRACING}test_files.py"),
         "spans that did not fit, counted",
     ),
     Fault(

@@ -217,8 +217,10 @@ def backend(
 
 
 @contextmanager
-def http_receiver() -> Iterator[Receiver]:
-    """An OTLP/HTTP backend; ``endpoint`` is its base URL."""
+def http_receiver(
+    answer: Callable[[BaseHTTPRequestHandler], None] | None = None, tls: ssl.SSLContext | None = None
+) -> Iterator[Receiver]:
+    """An OTLP/HTTP backend; ``endpoint`` is its base URL. ``answer``: what it does once it has a message."""
     receiver = Receiver("")
 
     def receive(handler: BaseHTTPRequestHandler, body: bytes) -> None:
@@ -227,23 +229,28 @@ def http_receiver() -> Iterator[Receiver]:
         elif handler.path == "/v1/traces":
             receiver.headers.append({name.lower(): value for name, value in handler.headers.items()})
             receiver.requests.append(ExportTraceServiceRequest.FromString(body))
-        handler.send_response(200 if handler.path in ("/v1/metrics", "/v1/traces") else 404)
-        handler.end_headers()
+        if answer is not None:
+            answer(handler)
+        else:
+            handler.send_response(200 if handler.path in ("/v1/metrics", "/v1/traces") else 404)
+            handler.end_headers()
 
-    with backend(receive) as receiver.endpoint:
+    with backend(receive, tls=tls) as receiver.endpoint:
         yield receiver
 
 
 @contextmanager
-def grpc_receiver() -> Iterator[Receiver]:
-    """An OTLP/gRPC backend."""
+def grpc_receiver(
+    response: Any = None, credentials: grpc.ServerCredentials | None = None
+) -> Iterator[Receiver]:
+    """An OTLP/gRPC backend. ``response``: what it answers to spans."""
     receiver = Receiver("")
 
     class Servicer(TraceServiceServicer):
         def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 (the interface's name)
             receiver.headers.append({key: str(value) for key, value in context.invocation_metadata()})
             receiver.requests.append(request)
-            return ExportTraceServiceResponse()
+            return response or ExportTraceServiceResponse()
 
     class MetricsServicer(MetricsServiceServicer):
         def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 (the interface's name)
@@ -253,8 +260,10 @@ def grpc_receiver() -> Iterator[Receiver]:
     server = grpc.server(ThreadPoolExecutor(max_workers=2))
     add_MetricsServiceServicer_to_server(MetricsServicer(), server)  # type: ignore[no-untyped-call]
     add_TraceServiceServicer_to_server(Servicer(), server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
-    receiver.endpoint = f"http://127.0.0.1:{port}"
+    if credentials is None:
+        receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    else:
+        receiver.endpoint = f"https://localhost:{server.add_secure_port('127.0.0.1:0', credentials)}"
     server.start()
     try:
         yield receiver

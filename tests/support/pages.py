@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.support.processes import free_port
 from tests.support.tree import ROOT
@@ -35,6 +36,16 @@ case "$*" in *'.['*) exit 0 ;; esac
 shift
 exec PYTHON -m pip install -qq --no-deps --no-build-isolation --target SITE "$@"
 """
+
+
+def made_by(script: str) -> Any:
+    """Return the module of a script in docs/, which makes a page of the code."""
+    spec = importlib.util.spec_from_file_location(script, ROOT / "docs" / f"{script}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Block(NamedTuple):

@@ -68,12 +68,12 @@ def record_everything(recorder: RingRecorder) -> None:
     recorder.spans(TEXT)((1 << 64) - 1, 17, 17, 18, 19, ["x" * 5000])
 
 
-def written_until_killed(folder: str, seconds: float, roots: int = 0) -> int:
+def written_until_killed(folder: str, seconds: float) -> int:
     """Kill a process this long after its first span, and return how many it has reported as written."""
     counters, theirs = os.pipe()
     child = os.fork()
     if child == 0:
-        workers.record_until_killed(folder, theirs, roots)
+        workers.record_until_killed(folder, theirs)
     os.close(theirs)
     data = os.read(counters, 8)
     time.sleep(seconds)

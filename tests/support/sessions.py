@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.export.span import UNSET, CollectedSpan, RootContext
 from sgl_aspects.tracing.records import RequestBegin, RequestSent, SpanType
 from tests.support import workers
+from tests.support.otlp_receiver import Span, spans_of
+from tests.support.processes import command, output_of
 
 spawn = multiprocessing.get_context("spawn")
 REQUEST = SpanType("request", {"gen_ai.usage.output_tokens": int})
@@ -53,8 +56,8 @@ def run_scheduler(session: TraceSession, rids: list[str], ending: str = "end") -
     process.close()
 
 
-def read_file(path: Path) -> Iterator[TracesData]:
-    """The lines of an OTLP-JSON file as protobuf, whose own JSON has ids in base64."""
+def read_file(path: Path) -> Iterator[Span]:
+    """The spans of an OTLP-JSON file, read with protobuf, whose own JSON has ids in base64."""
 
     def restore(value: Any) -> Any:
         if isinstance(value, list):
@@ -68,8 +71,24 @@ def read_file(path: Path) -> Iterator[TracesData]:
 
     ids = ("traceId", "spanId", "parentSpanId")
     for line in path.read_text().splitlines():
-        yield ParseDict(restore(json.loads(line)), TracesData())
+        yield from spans_of(ParseDict(restore(json.loads(line)), TracesData()))
 
 
 def unsampled() -> TraceContext:
     return TraceContext(context.new().trace_id, sampled=False)
+
+
+def traced_program(
+    folder: Path, declared: str, program: str, *options: str
+) -> tuple[dict[str, list[Span]], str]:
+    """Run a program under a configuration file; return its spans by name, and what it logged."""
+    (folder / "program.py").write_text(program)
+    (folder / "aspects.toml").write_text(declared)
+    (file := folder / "spans.jsonl").write_text("")
+    words = ("--config", "aspects.toml", "--file", file, *options, "--", sys.executable, "program.py")
+    done = command("run", *words, cwd=folder, without=("OTEL_", "SGL_ASPECTS_", "ASPECTS_"))
+    output_of(done)
+    found: dict[str, list[Span]] = {}
+    for span in read_file(file):
+        found.setdefault(span.name, []).append(span)
+    return found, done.stderr

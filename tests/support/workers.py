@@ -72,9 +72,13 @@ def own_a_run(ready: Connection, file: str) -> None:
 
 
 def woven_in_a_scheduler_process(results: Connection) -> None:
-    """Run the first steps of a scheduler process; return the functions that are not the originals then."""
+    """Run the first steps of a scheduler process; return the functions that are not the originals then, and
+    what else is there of tracing: hooks, finders of modules, and its own modules.
+    """
     import importlib
+    import sys
 
+    import sgl_aspects
     from sgl_aspects.plugins import load_plugins
 
     load_plugins()
@@ -89,7 +93,11 @@ def woven_in_a_scheduler_process(results: Connection) -> None:
         # An original function has the code of its module's file, and wraps nothing.
         if hasattr(function, "__wrapped__") or function.__code__.co_filename != loaded.__file__:
             woven.append(name)
-    results.send(woven)
+    others = [str(hook) for hook in sgl_aspects.report().hooks]
+    others += [finder for finder in map(repr, sys.meta_path) if "ModuleWatcher" in finder]
+    ours = ("opentelemetry", "sgl_aspects.tracing.")
+    others += [name for name in {*sys.modules} - {"sgl_aspects.tracing.plugin"} if name.startswith(ours)]
+    results.send((woven, others))
 
 
 def own_an_engine(ready: Connection, folder: str, busy: bool, fork: bool) -> None:
@@ -112,17 +120,8 @@ def own_an_engine(ready: Connection, folder: str, busy: bool, fork: bool) -> Non
     time.sleep(600)
 
 
-#: Span ids of the writer number n begin with n times this.
-SPANS_OF_ONE = 1 << 32
-
-
-def record_until_killed(folder: str, count: int, roots: int = 0) -> None:
-    """Records spans 1, 2, 3 … and writes each one's number to ``count`` once it is finished.
-
-    ``roots``: of the writer with this number, each in a trace of its own, slowly enough to be exported.
-    """
-    import time
-
+def record_until_killed(folder: str, count: int) -> None:
+    """Records spans 1, 2, 3 … and writes each one's number to ``count`` once it is finished."""
     from sgl_aspects.tracing.record.ring_recorder import RingRecorder
     from sgl_aspects.tracing.records import SpanType
 
@@ -137,27 +136,22 @@ def record_until_killed(folder: str, count: int, roots: int = 0) -> None:
         number += 1
         values: list[Any] = [number, number / 2, "decode"]
         type = small if number % 3 else large
-        span_id = number + roots * SPANS_OF_ONE
-        root_id, parent_id = (span_id, 0) if roots else (1, 1)
-        recorder.announce(type, span_id, root_id, parent_id, 5)
+        recorder.announce(type, number, 1, 1, 5)
         values = values if number % 3 else [*values, [number]]
-        writers[type](span_id, root_id, parent_id, 5, 5 + number, values)
+        writers[type](number, 1, 1, 5, 5 + number, values)
         if number <= 4000:  # the capacity of a pipe
             os.write(count, number.to_bytes(8, "little"))
-        if roots and number % 20 == 0:
-            time.sleep(0.001)
 
 
-def record_spans(folder: str, first: int, count: int, roots: bool = False) -> None:
-    """Records spans with the ids after ``first``; ``roots``: each in a trace of its own."""
+def record_spans(folder: str, first: int, count: int) -> None:
+    """Records spans with the ids after ``first``."""
     from sgl_aspects.tracing.record.ring_recorder import RingRecorder
     from sgl_aspects.tracing.records import SpanType
 
     recorder = RingRecorder(folder)
     write = recorder.spans(SpanType("plain", {"number": int}))
     for number in range(first + 1, first + count + 1):
-        root_id, parent_id = (number, 0) if roots else (1, 1)
-        write(number, root_id, parent_id, 1, 2, [number])
+        write(number, 1, 1, 1, 2, [number])
     recorder.close()
 
 

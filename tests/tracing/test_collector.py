@@ -24,7 +24,7 @@ from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, SpanEnd, SpanType
 from tests.support import workers
 from tests.support.collectors import has_delivered, kill_collector, kill_collector_for_good
-from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver, spans_of
+from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver
 from tests.support.processes import is_running, wait_until, without_room
 from tests.support.rings import poll, read_all
 from tests.support.sessions import REQUEST, begin, read_file, run_scheduler
@@ -79,8 +79,7 @@ def test_records_of_two_processes_become_one_trace(monkeypatch: pytest.MonkeyPat
     assert root.resource["service.name"] == "my-server"
     assert root.resource["deployment.environment"] == "test"
     assert root.resource["process.pid"] == os.getpid() != step.resource["process.pid"]
-    summary = session.summary
-    assert summary is not None
+    summary = session.close()
     assert summary.spans_recorded == summary.exported["otlp"] == 5
     assert summary.not_delivered == {"otlp": 0}
     assert not os.path.exists(session.run_folder)
@@ -120,8 +119,7 @@ def test_unsampled_requests_are_counted_and_not_exported(receiver: Receiver) -> 
         end()
     assert {span.name for span in receiver.spans} == {"scheduler.step"}
     assert all(not span.links for span in receiver.spans)
-    assert session.summary is not None
-    assert session.summary.not_sampled == 3
+    assert session.close().not_sampled == 3
 
 
 def test_a_killed_scheduler_loses_no_finished_span(receiver: Receiver) -> None:
@@ -137,8 +135,7 @@ def test_a_killed_scheduler_loses_no_finished_span(receiver: Receiver) -> None:
     assert not whole.is_error
     assert unfinished.is_error
     assert unfinished.attributes["sgl_aspects.unfinished"] is True
-    assert session.summary is not None
-    assert session.summary.unfinished == 1
+    assert session.close().unfinished == 1
 
 
 def test_a_killed_owner_leaves_no_collector_and_no_files(tmp_path: Path) -> None:
@@ -151,7 +148,7 @@ def test_a_killed_owner_leaves_no_collector_and_no_files(tmp_path: Path) -> None
     os.kill(owner.pid, signal.SIGKILL)
     owner.join()
     wait_until(lambda: not is_running(collector) and not os.path.exists(folder))
-    (root,) = [span for message in read_file(file) for span in spans_of(message)]
+    (root,) = [*read_file(file)]
     assert root.is_error
     assert root.attributes["error.type"] == "unfinished"
     owner.close()
@@ -187,8 +184,7 @@ def test_an_endpoint_that_is_down_is_counted_and_costs_the_others_nothing(
             begin(session, f"r{number}")()
         started = time.monotonic()
     assert time.monotonic() - started < 30
-    summary = session.summary
-    assert summary is not None
+    summary = session.close()
     assert summary.exported == {"otlp": 0, "otlp-json-file": 50}
     assert summary.not_delivered == {"otlp": 50, "otlp-json-file": 0}
     assert "50 NOT delivered" in str(summary)
@@ -203,7 +199,7 @@ def test_the_file_holds_what_the_receiver_got(receiver: Receiver, tmp_path: Path
         end = begin(session, "r1", TraceContext(0xABC, 0xDEF, True, "vendor=1", True))
         run_scheduler(session, ["r1"])
         end("Problem")
-    parsed = [span for message in read_file(file) for span in spans_of(message)]
+    parsed = [*read_file(file)]
     assert sorted(parsed, key=repr) == sorted(receiver.spans, key=repr)
     first = json.loads(file.read_text().splitlines()[0])
     span = first["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
@@ -216,8 +212,7 @@ def test_the_console_exporter_writes_to_the_engine_s_output(capfd: pytest.Captur
     with attach(exporters=["console"]) as session:
         begin(session, "r1")()
     assert '"name": "chat m"' in capfd.readouterr().out
-    assert session.summary is not None
-    assert session.summary.exported == {"console": 1}
+    assert session.close().exported == {"console": 1}
 
 
 def test_values_that_no_encoder_takes_do_not_cost_the_batch(receiver: Receiver) -> None:
@@ -264,9 +259,8 @@ def test_a_long_run_uses_bounded_space_and_loses_nothing(
             # Opened once: closing it would give up the lock that this process holds as its writer.
             ring = ring or next(Path(session.run_folder).glob("*.ring")).open("rb")
             wait_until(functools.partial(has_taken, ring, 900 * batch + 900))
-    assert session.summary is not None
-    assert session.summary.dropped == 0
-    assert session.summary.spans_recorded == 3000 == len(receiver.spans)
+    assert session.close().dropped == 0
+    assert session.close().spans_recorded == 3000 == len(receiver.spans)
     assert ring is not None
     ring.close()
 
@@ -345,7 +339,7 @@ def test_a_killed_collector_is_started_again_once(
     begin(session, "after")()
     summary = session.close()
     assert (summary.restarted, summary.problem, summary.exported) == (True, "", {"otlp-json-file": 1})
-    spans = [span for message in read_file(file) for span in spans_of(message)]
+    spans = [*read_file(file)]
     assert [span.attributes["gen_ai.request.id"] for span in spans] == ["before", "after"]
     assert {span.resource["service.name"] for span in spans} == {"kept"}
     said = capfd.readouterr()
@@ -378,7 +372,7 @@ def test_a_collector_that_is_started_again_by_hand_repeats_nothing_that_was_deli
         assert again.stdout is not None
         assert json.loads(again.stdout.read())["spans_recorded"] == 2
     assert "killed" in session.close().problem
-    spans = [span for message in read_file(file) for span in spans_of(message)]
+    spans = [*read_file(file)]
     assert sorted(span.attributes["gen_ai.request.id"] for span in spans) == [
         "ended",
         "open",

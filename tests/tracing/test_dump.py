@@ -19,7 +19,6 @@ from sgl_aspects.tracing.record import format as ring_format
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanType
 from tests.support import workers
-from tests.support.otlp_receiver import spans_of
 from tests.support.processes import command, error_of, output_of, wait_until
 from tests.support.rings import poll
 from tests.support.sessions import begin, read_file, run_scheduler
@@ -61,7 +60,7 @@ def test_a_dead_process_as_otlp_json(killed: Path, tmp_path: Path) -> None:
     assert (
         command("dump", "--run", str(killed), "--format", "otlp-json", "--output", str(file)).returncode == 0
     )
-    spans = [span for message in read_file(file) for span in spans_of(message)]
+    spans = [*read_file(file)]
     assert len(spans) == 6
     assert len({span.trace_id for span in spans}) == 4  # two requests, two steps
 

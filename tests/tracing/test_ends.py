@@ -14,7 +14,7 @@ from sgl_aspects.errors import InvalidRequestError, SchedulerDiedError
 from sgl_aspects.runtime.engine import Engine
 from sgl_aspects.runtime.sampling_params import SamplingParams
 from sgl_aspects.tracing import attach
-from tests.support.otlp_receiver import Span, spans_of
+from tests.support.otlp_receiver import Span
 from tests.support.processes import has_little_shared_memory
 from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama
@@ -77,10 +77,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
                 next(chunks)
             with pytest.raises(SchedulerDiedError):
                 open_one.result(60)
-    summary = session.summary
-    assert summary is not None
+    summary = session.close()
     assert summary.unjoined == summary.dropped == summary.damaged == summary.not_sampled == 0
-    return Run([span for message in read_file(file) for span in spans_of(message)])
+    return Run([*read_file(file)])
 
 
 def _serve(engine: Engine) -> None:

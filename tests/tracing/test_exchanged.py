@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sgl_aspects.tracing.lifecycle.exchanges import current_exchange, operation_of
+from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange, operation_of
 from sgl_aspects.tracing.observers.exchanged import ExchangeObserver
 from sgl_aspects.tracing.options import DEFAULTS
 
@@ -34,6 +37,20 @@ def test_a_path_determines_the_operation(path: str, operation: str | None) -> No
     assert operation_of(path) == operation
 
 
+@contextmanager
+def exchanged(is_complete: bool = False, **scope: str) -> Iterator[tuple[Exchange, Any, Any, Any]]:
+    """A request whose response is sent in the block: what is known of it, its cycle, and the observers of
+    parts of the response and of waits for the caller.
+    """
+    exchange, respond, await_caller = ExchangeObserver([], DEFAULTS).observations()
+    cycle = SimpleNamespace(scope=scope, transport=None, response_complete=is_complete, disconnected=False)
+    token = exchange.enter((cycle,), {})
+    found = current_exchange.get()
+    assert found is not None
+    yield found, cycle, respond, await_caller
+    exchange.exit(token, None, None)
+
+
 CHAT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[]}\n\n'
 CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_2","x":{}}}\n\n'
 IN_PROGRESS = b'event: response.in_progress\ndata: {"type":"response.in_progress","response":{}}\n\n'
@@ -55,18 +72,11 @@ STARTED = b'event: message_start\ndata: {"type":"message_start","message":{"id":
 )
 def test_an_answer_begins_with_its_first_part(bodies: list[bytes], first: int, response_id: str) -> None:
     """Events that come before any part of an answer do not count, but have its id."""
-    exchange, respond, _ = ExchangeObserver([], DEFAULTS).observations()
-    cycle = SimpleNamespace(
-        scope={"path": "/v1/responses"}, transport=None, response_complete=True, disconnected=False
-    )
-    token = exchange.enter((cycle,), {})
-    found = current_exchange.get()
-    assert found is not None
     begun = []
-    for body in bodies:
-        respond.enter((cycle, {"type": "http.response.body", "body": body}), {})
-        begun.append(bool(found.first_ns))
-    exchange.exit(token, None, None)
+    with exchanged(True, path="/v1/responses") as (found, cycle, respond, _):
+        for body in bodies:
+            respond.enter((cycle, {"type": "http.response.body", "body": body}), {})
+            begun.append(bool(found.first_ns))
     assert begun.index(True) == first
     assert found.response_id == response_id
 
@@ -80,15 +90,10 @@ def test_an_answer_begins_with_its_first_part(bodies: list[bytes], first: int, r
     ],
 )
 def test_a_refusal_in_a_streamed_answer_has_a_status(body: bytes, status: int) -> None:
-    exchange, respond, _ = ExchangeObserver([], DEFAULTS).observations()
-    cycle = SimpleNamespace(scope={}, transport=None, response_complete=False, disconnected=False)
-    token = exchange.enter((cycle,), {})
-    found = current_exchange.get()
-    assert found is not None
-    respond.enter((cycle, {"type": "http.response.start", "status": 200}), {})
-    respond.enter((cycle, {"type": "http.response.body", "body": body, "more_body": True}), {})
-    assert found.status == status
-    exchange.exit(token, None, None)
+    with exchanged() as (found, cycle, respond, _):
+        respond.enter((cycle, {"type": "http.response.start", "status": 200}), {})
+        respond.enter((cycle, {"type": "http.response.body", "body": body, "more_body": True}), {})
+        assert found.status == status
 
 
 def test_a_response_to_a_client_that_is_gone_has_no_status() -> None:
@@ -105,35 +110,24 @@ def test_a_response_to_a_client_that_is_gone_has_no_status() -> None:
 
 def test_what_runs_after_a_response_is_not_of_its_request() -> None:
     """SGLang waits for two seconds after each streamed answer, in case that its client was gone."""
-    exchange, respond, _ = ExchangeObserver([], DEFAULTS).observations()
-    cycle = SimpleNamespace(scope={}, transport=None, response_complete=False, disconnected=False)
-    token = exchange.enter((cycle,), {})
-    found = current_exchange.get()
-    assert found is not None
     ended: list[bool] = []
-    found.at_end.append(lambda: ended.append(found.is_whole))
-    for body, more in ((b"data: {}", True), (b"", False)):
-        message = {"type": "http.response.body", "body": body, "more_body": more}
-        part = respond.enter((cycle, message), {})
-        cycle.response_complete = not more
-        assert respond.exit is not None
-        respond.exit(part, None, None)
-        assert bool(ended) is not more
-    exchange.exit(token, None, None)
+    with exchanged() as (found, cycle, respond, _):
+        found.at_end.append(lambda: ended.append(found.is_whole))
+        for body, more in ((b"data: {}", True), (b"", False)):
+            message = {"type": "http.response.body", "body": body, "more_body": more}
+            part = respond.enter((cycle, message), {})
+            cycle.response_complete = not more
+            respond.exit(part, None, None)
+            assert bool(ended) is not more
     assert ended == [True]
 
 
 def test_times_in_which_the_caller_did_not_read_add_up() -> None:
-    exchange, _, await_caller = ExchangeObserver([], DEFAULTS).observations()
-    cycle = SimpleNamespace(scope={}, transport=None, response_complete=True, disconnected=False)
-    token = exchange.enter((cycle,), {})
-    found = current_exchange.get()
-    assert found is not None
-    assert not found.unread
     totals = []
-    for _ in range(2):
-        await_caller.exit(await_caller.enter((), {}), None, None)
-        totals.append(found.unread[2])
-    exchange.exit(token, None, None)
+    with exchanged(True) as (found, _, _, await_caller):
+        assert not found.unread
+        for _ in range(2):
+            await_caller.exit(await_caller.enter((), {}), None, None)
+            totals.append(found.unread[2])
     first_ns, last_ns, total_ns = found.unread
     assert 0 < totals[0] < total_ns < last_ns - first_ns

@@ -152,21 +152,6 @@ def test_a_collector_that_is_stopped_delays_no_answer_and_loses_nothing(model: P
     assert "records lost" not in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize(("limit", "value"), [("RLIMIT_FSIZE", 300_000), ("RLIMIT_FSIZE", 20_000)])
-def test_a_disk_that_is_full_costs_spans_that_are_counted(
-    model: Path, tmp_path: Path, limit: str, value: int
-) -> None:
-    """The limit is the collector's alone: a file of this size is a full disk to it."""
-    with traced(model, tmp_path) as server, ThreadPoolExecutor(STREAMS) as pool:
-        collector = collector_of(server)
-        resource.prlimit(collector, getattr(resource, limit), (value, value))
-        assert set(pool.map(stream, [server] * STREAMS, range(STREAMS))) == {"[DONE]"}
-        assert server.stop() == 0
-        wait_until_gone(collector)
-    assert len(spans(tmp_path)) > 0 or value < 100_000
-    assert "NOT delivered" in (tmp_path / "log").read_text()
-
-
 @pytest.mark.parametrize("limit", ["RLIMIT_NOFILE", "RLIMIT_AS"])
 def test_a_collector_without_descriptors_or_memory_costs_no_answer(
     model: Path, tmp_path: Path, limit: str

@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
 from sgl_aspects.tracing.export.otlp_file import OtlpJsonFileExporter
-from tests.support.processes import command, output_of, python, wait_until
+from tests.support.processes import command, wait_until
 from tests.support.sessions import begin
 
 
@@ -123,15 +123,3 @@ def test_a_file_that_another_run_writes_is_refused_and_stays_whole(
     assert "of-the-first" in path.read_text()
     assert command(*program).stdout == "ran\n"
     assert "of-the-first" not in path.read_text()
-
-
-def test_a_second_run_of_one_program_does_not_truncate_the_first_ones_file(tmp_path: Path) -> None:
-    path = tmp_path / "traces.jsonl"
-    program = (
-        "import sys; from sgl_aspects.tracing import attach; print(attach(file=sys.argv[1]).close().problem)"
-    )
-    with attach(file=str(path)) as session:
-        begin(session, "of-the-first")()
-        wait_until(path.exists)
-        assert "of another run writes to it" in output_of(python("-c", program, path))
-    assert "of-the-first" in path.read_text()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.otlp_receiver import spans_of
-from tests.support.sessions import read_file
+from tests.support.sessions import traced_program
 
-PROGRAM = """
+WORK = """
 import asyncio
 from opentelemetry import trace
 
@@ -47,29 +44,14 @@ def main():
 
 
 def test_they_are_on_the_span_of_the_innermost_function(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    declared = [f'[[trace]]\ntarget = "program:{name}"\n' for name in ("outer", "inner", "later", "many")]
+    (tmp_path / "work.py").write_text(WORK)
+    declared = [f'[[trace]]\ntarget = "work:{name}"\n' for name in ("outer", "inner", "later", "many")]
     declared[0] += '[trace.attributes]\n"key" = "key"\n"result" = "result"\n'
-    (tmp_path / "aspects.toml").write_text("".join(declared))
-    words = ["run", "--config", "aspects.toml", "--file", "spans.jsonl", "--"]
-    command = [
-        sys.executable,
-        "-m",
-        "sgl_aspects",
-        *words,
-        sys.executable,
-        "-c",
-        "import program; program.main()",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "dropped" not in done.stderr
-    spans = [span for message in read_file(tmp_path / "spans.jsonl") for span in spans_of(message)]
-    attributes = {
-        name: [span.attributes for span in spans if span.name == name] for name in ("outer", "inner", "many")
-    }
+    spans, logged = traced_program(tmp_path, "".join(declared), "import work; work.main()")
+    assert "dropped" not in logged
+    attributes = {name: [span.attributes for span in found] for name, found in spans.items()}
     assert attributes["outer"] == [{"before": 1, "key": "other", "after": [1.5, 2.5]}]
     assert attributes["inner"] == [{"found": True}]
-    assert sorted(span.attributes["name"] for span in spans if span.name == "later") == ["one", "two"]
+    assert sorted(each["name"] for each in attributes["later"]) == ["one", "two"]
     assert attributes["many"][:64] == [{f"name {number}": number} for number in range(64)]
     assert attributes["many"][64:] == [{}] * 136  # a name that is made up for each call is not kept for long

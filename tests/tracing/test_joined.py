@@ -80,10 +80,9 @@ def test_what_its_caller_did_not_trace_takes_nothing_from_the_next(receiver: Rec
         run_scheduler(session, ["same"])
         request = end()
     assert below(receiver.spans, request) == ["decode", "queue"]
-    assert session.summary is not None
-    assert session.summary.unjoined == 1
-    assert "1 spans left out" in str(session.summary)
-    assert "lost" not in str(session.summary)
+    assert session.close().unjoined == 1
+    assert "1 spans left out" in str(session.close())
+    assert "lost" not in str(session.close())
 
 
 def test_a_caller_that_went_away_before_the_scheduler_got_its_request(receiver: Receiver) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.collect.reader import RingReader
@@ -20,54 +17,40 @@ from sgl_aspects.tracing.record import format as ring_format
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import SpanEnd
 from tests.support.collectors import kill_collector
-from tests.support.otlp_receiver import Span, backend, spans_of
+from tests.support.otlp_receiver import http_receiver
 from tests.support.processes import wait_until
 from tests.support.sessions import REQUEST, begin, read_file, run_scheduler
-
-
-class SlowBackend:
-    """A backend that answers nothing until ``opened`` is set; ``has_begun`` is set with the first message."""
-
-    def __init__(self) -> None:
-        self.has_begun, self.opened = threading.Event(), threading.Event()
-        self.spans: list[Span] = []
-
-    @contextmanager
-    def running(self) -> Iterator[str]:
-        """The endpoint."""
-
-        def answer(handler: BaseHTTPRequestHandler, body: bytes) -> None:
-            self.has_begun.set()
-            if self.opened.wait(60):
-                handler.send_response(200)
-                handler.end_headers()
-                self.spans.extend(spans_of(ExportTraceServiceRequest.FromString(body)))
-
-        with backend(answer) as endpoint:
-            yield endpoint
 
 
 def test_what_a_killed_collector_held_is_delivered_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
-    slow = SlowBackend()
-    with slow.running() as endpoint:
-        session = attach(endpoint=endpoint)
+    has_begun, opened = threading.Event(), threading.Event()
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        has_begun.set()
+        if opened.wait(60):
+            handler.send_response(200)
+            handler.end_headers()
+
+    with http_receiver(answer) as slow:
+        session = attach(endpoint=slow.endpoint)
         for number in range(20):
             end = begin(session, f"r{number}")
             run_scheduler(session, [f"r{number}"]) if number < 2 else None
             end()
-        assert slow.has_begun.wait(60)
+        assert has_begun.wait(60)
         kill_collector(session)
-        slow.opened.set()
+        opened.set()
         begin(session, "after")()
         summary = session.close()
     assert (summary.problem, summary.restarted, summary.dropped, summary.unjoined) == ("", True, 0, 0)
-    by_id = {span.span_id: span for span in slow.spans}
+    received = slow.spans
+    by_id = {span.span_id: span for span in received}
     found = sorted(str(span.attributes["gen_ai.request.id"]) for span in by_id.values() if span.kind == 2)
     assert found == sorted([*(f"r{number}" for number in range(20)), "after"])
     # A copy differs in nothing: a backend keeps one of the two.
-    assert [span for span in slow.spans if by_id[span.span_id] != span] == []
+    assert [span for span in received if by_id[span.span_id] != span] == []
     steps = [span for span in by_id.values() if span.name == "scheduler.step"]
     traces = {span.trace_id for span in by_id.values() if span.kind == 2}
     assert [link[0] in traces for step in steps for link in step.links] == [True, True]
@@ -112,5 +95,5 @@ def test_a_line_that_a_killed_collector_began_spoils_no_other(
     kill_collector(session)
     begin(session, "after")()
     assert session.close().problem == ""
-    spans = {span.span_id: span for message in read_file(file) for span in spans_of(message)}
+    spans = {span.span_id: span for span in read_file(file)}
     assert sorted(str(span.attributes["gen_ai.request.id"]) for span in spans.values()) == ["after", "before"]

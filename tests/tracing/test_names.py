@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from sgl_aspects.tracing import attach, session
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.options import TraceOptions
 from tests.support.otlp_receiver import Receiver
+from tests.support.pages import made_by
 from tests.support.processes import command, output_of
 from tests.support.tree import ROOT
 
@@ -23,12 +23,7 @@ OPT_IN = "OTEL_SEMCONV_STABILITY_OPT_IN"
 
 
 def test_the_table_is_made_of_the_code() -> None:
-    spec = importlib.util.spec_from_file_location("make_names", ROOT / "docs" / "make_names.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.page() == PAGE.read_text(), "run python docs/make_names.py"
+    assert made_by("make_names").page() == PAGE.read_text(), "run python docs/make_names.py"
 
 
 def test_the_names_of_the_conventions_are_theirs() -> None:

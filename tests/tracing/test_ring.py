@@ -39,7 +39,6 @@ from tests.support.joined import Joined
 from tests.support.ring_page_reader import read_page
 from tests.support.rings import (
     PLAIN,
-    TEXT,
     TOO_LARGE,
     poll,
     read_all,
@@ -111,22 +110,6 @@ def test_attributes_whose_type_comes_with_the_value(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_texts_do_not_fill_the_definitions(tmp_path: Path) -> None:
-    recorder = RingRecorder(str(tmp_path))
-    for number in range(9000):
-        recorder.spans(TEXT)(number + 1, 1, 1, 1, 2, [f"request-{number}"])
-    (path,) = tmp_path.glob("*.ring")
-    reader = RunReader(str(tmp_path))
-    assert [record.values[0] for record in read_all(reader) if isinstance(record, SpanEnd)] == [
-        f"request-{number}" for number in range(9000)
-    ]
-    with path.open("rb") as file:
-        file.seek(ring_format.WORD_DEFINITIONS_END * 8)
-        assert int.from_bytes(file.read(8), "little") < 1000
-    reader.close()
-    recorder.close()
-
-
 def test_definitions_that_are_full_are_counted(tmp_path: Path) -> None:
     recorder = RingRecorder(str(tmp_path))
     for number in range(2000):
@@ -175,7 +158,7 @@ def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ring_format, "SLOTS", 1 << 13)
     chance = random.Random(1)
     totals: Counter[str] = Counter()
-    for number in range(400):  # two hundred of them, exported: test_endurance.py
+    for number in range(400):
         if number >= 40 and totals["open"] > 3:
             break
         folder = tmp_path / str(number)
@@ -370,3 +353,43 @@ def test_an_id_used_again_at_once_by_a_later_process(tmp_path: Path, monkeypatch
         recorder.close()
     reader.close()
     assert [span.parent.span_id for span in joiner.spans if span.name == "queue"] == roots
+
+
+def test_attributes_of_a_request_without_a_value_are_left_out(tmp_path: Path) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    recorder.write(RequestBegin(9, "r", 5, *TraceContext(1), "chat m", {"a": None, "b": ("c", 0)}))  # type: ignore[dict-item]
+    reader = RunReader(str(tmp_path))
+    (begun,) = read_all(reader)
+    assert isinstance(begun, RequestBegin)
+    assert begun.attributes == {"b": ["c", 0]}
+    recorder.close()
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {249: 1},  # its mark: it was never finished
+        {0: 99},  # its kind
+        {2: 1},  # a part of another record
+        {4: 0},  # of no parts
+        {8: 5},  # its length
+        {12: 99},  # its checksum
+        {24: 0xFF},  # its content
+    ],
+)
+def test_a_torn_record_costs_no_other(tmp_path: Path, damage: dict[int, int]) -> None:
+    recorder = RingRecorder(str(tmp_path))
+    for number in range(6):
+        recorder.write(RequestSeen(number, f"r{number}", 6))
+    recorder.close()
+    (path,) = tmp_path.glob("*.ring")
+    with path.open("r+b") as file:
+        for offset, byte in damage.items():
+            file.seek(ring_format.SLOTS_OFFSET + 5 * ring_format.SLOT_BYTES + offset)
+            file.write(bytes([byte]))
+    reader = RunReader(str(tmp_path))
+    found = [record.request_id for record in read_all(reader) if isinstance(record, RequestSeen)]
+    assert found == ["r0", "r1", "r2", "r3", "r5"]
+    assert reader.damaged == 1
+    reader.close()

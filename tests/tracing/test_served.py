@@ -61,6 +61,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         with serving(folder / "tiny", folder / "log", *flags, environment=environment) as server:
             assert answer_to(server, 1, max_tokens=8)[0] == 200
             assert b"[DONE]" in answer_to(server, 2, max_tokens=8, stream=True)[1]
+            assert answer_to(server, 10, max_tokens=4, n=3)[0] == 200
+            assert answer_to(server, 11, max_tokens=4, n=2, prompt=["a", "b"])[0] == 200
             leaves = ask(server, 3, max_tokens=12000, stream=True)
             response = leaves.getresponse()
             response.readline()
@@ -97,6 +99,16 @@ def test_a_whole_answer(run: Run, number: int) -> None:
     assert spans[""].attributes["gen_ai.response.finish_reasons"] == ["length"]
     assert spans[""].parent_id == "00f067aa0ba902b7"
     assert spans[""].attributes["gen_ai.request.stream"] is (number == 2)
+
+
+@pytest.mark.parametrize(("number", "answers", "choices"), [(1, 1, None), (10, 3, 3), (11, 4, 2)])
+def test_all_answers_of_a_call_are_in_its_callers_trace(
+    run: Run, number: int, answers: int, choices: int | None
+) -> None:
+    found = [span for span in run.spans if (span.trace_id, span.kind) == (f"{number:032x}", 2)]
+    assert len(found) == answers
+    assert {span.parent_id for span in found} == {"00f067aa0ba902b7"}
+    assert {span.attributes.get("gen_ai.request.choice.count") for span in found} == {choices}
 
 
 def test_a_client_that_hangs_up(run: Run) -> None:
@@ -144,6 +156,6 @@ def test_requests_answered_after_the_schedulers_death_have_their_status(run: Run
 def test_metrics_distinguish_them_and_no_prompt_is_anywhere(run: Run) -> None:
     durations = run.receiver.points("gen_ai.server.request.duration")
     counts = {point.attributes.get("error.type"): point.count for point in durations}
-    assert counts.pop(None) == 2
+    assert counts.pop(None) == 2 + 3 + 4
     assert counts == {"abort": 2, "InvalidRequestError": 1, "400": 1, "503": 1, "SchedulerDiedError": 2}
     assert SECRET not in repr(run.receiver.requests) + repr(run.receiver.metric_requests)

@@ -28,7 +28,6 @@ from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import SpanEnd, SpanType
 from sgl_aspects.tracing.session import current
 from tests.support import workers
-from tests.support.otlp_receiver import spans_of
 from tests.support.processes import command, is_running, output_of, python, wait_until
 from tests.support.rings import PLAIN, poll, read_all
 from tests.support.sessions import begin, read_file
@@ -58,7 +57,7 @@ def test_two_engines_on_one_machine_do_not_mix(tmp_path: Path) -> None:
         wait_until(lambda: not is_running(collector) and not os.path.exists(folder))  # noqa: B023
         assert sum(is_running(each[3]) for each in owners) <= 1
     for (owner, scheduler, _, _), name in zip(owners, ("one", "other")):
-        spans = [span for message in read_file(tmp_path / name) for span in spans_of(message)]
+        spans = [*read_file(tmp_path / name)]
         assert {span.resource["process.pid"] for span in spans} == {owner.pid, scheduler.pid}
         assert sorted(span.name for span in spans) == ["chat m", "scheduler.step", "scheduler.step"]
         owner.close()
@@ -85,8 +84,7 @@ def test_a_disk_that_is_full_costs_spans_and_nothing_else(
     with attach(file="/dev/full") as session:
         begin(session, "r1")()
         begin(session, "r2")()
-    summary = session.summary
-    assert summary is not None
+    summary = session.close()
     assert not summary.problem
     assert summary.spans_recorded == 2
     assert summary.not_delivered == {"otlp-json-file": 2}

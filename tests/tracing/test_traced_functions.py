@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +20,9 @@ from sgl_aspects.tracing.context import OpenSpan, innermost, leave
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.function import FunctionObserver
 from sgl_aspects.tracing.options import TraceOptions
-from sgl_aspects.weaving import argument_reader
 from tests.support.memory_recorder import Memory
-from tests.support.otlp_receiver import Span, spans_of
-from tests.support.processes import command, output_of
-from tests.support.sessions import read_file
+from tests.support.otlp_receiver import Span
+from tests.support.sessions import traced_program
 
 pytestmark = pytest.mark.usefixtures("forked_schedulers")
 
@@ -133,27 +130,7 @@ def traced(tmp_path: Path) -> Callable[..., tuple[dict[str, list[Span]], str]]:
 
     def run(declared: str, program: str = PROGRAM, *options: str) -> tuple[dict[str, list[Span]], str]:
         (tmp_path / "work.py").write_text(WORK)
-        (tmp_path / "program.py").write_text(program)
-        (tmp_path / "aspects.toml").write_text(declared)
-        file = tmp_path / "traces.jsonl"
-        file.unlink(missing_ok=True)
-        words = [
-            "--config",
-            "aspects.toml",
-            "--file",
-            str(file),
-            *options,
-            "--",
-            sys.executable,
-            "program.py",
-        ]
-        done = command("run", *words, cwd=tmp_path, without=("OTEL_", "SGL_ASPECTS_", "ASPECTS_"))
-        output_of(done)
-        found: dict[str, list[Span]] = {}
-        for data in read_file(file) if file.exists() else ():
-            for span in spans_of(data):
-                found.setdefault(span.name, []).append(span)
-        return found, done.stderr
+        return traced_program(tmp_path, declared, program, *options)
 
     return run
 
@@ -363,20 +340,3 @@ def test_work_in_another_thread_belongs_to_the_request_that_it_names() -> None:
     assert [span.root_id for span in spans] == [call.span_id, key, spans[2].span_id, call.span_id]
     assert current is not None
     assert (current.trace, current.span_id) == (call.origin, spans[0].span_id)
-
-
-def test_arguments_are_read_however_the_hook_gets_them() -> None:
-    def function(a: int, /, b: int, c: int = 3, *, d: int, e: int = 5) -> None: ...
-
-    given = ((1, 2), {"c": 3, "d": 4, "e": 5})
-    assert [argument_reader(function, name)(*given) for name in "abcde"] == [1, 2, 3, 4, 5]
-
-    def variadic(a: int, b: int = 2, *rest: int, **more: int) -> None: ...
-
-    more = ((1, 2, 30), {"x": 9})
-    values = [argument_reader(variadic, name)(*more) for name in ("a", "b", "rest", "more")]
-    assert values == [1, 2, (30,), {"x": 9}]
-    with pytest.raises(HookError, match=r"has no parameter 'x'; choose from: a, b, rest, more"):
-        argument_reader(variadic, "x")
-    with pytest.raises(HookError, match="has no signature"):
-        argument_reader(min, "x")

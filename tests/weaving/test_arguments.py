@@ -11,6 +11,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import HookRegistry, HookType
+from sgl_aspects.errors import HookError
 from sgl_aspects.weaving import argument_reader
 from tests.support.woven_modules import Watch, advice, around, fixture_of, module_of
 
@@ -188,6 +189,11 @@ def test_the_signature_is_the_targets(engine: Any) -> None:
 def test_a_parameter_is_read_by_its_name(engine: Any, path: str, parameter: str, values: list[Any]) -> None:
     read = argument_reader(getattr(engine, path), parameter)
     assert [read(args, kwargs) for args, kwargs in CALLS[path]] == values
+
+
+def test_a_parameter_of_what_has_no_signature_is_refused() -> None:
+    with pytest.raises(HookError, match="has no signature"):
+        argument_reader(min, "x")
 
 
 # -- observers with one half ------------------------------------------------------------------------------

@@ -207,8 +207,7 @@ def test_a_pass_of_a_worker_is_in_the_trace_of_its_step_without_a_record_of_the_
         (span,) = receiver.named("forward")
     assert span.trace_id == f"{trace_id_of_root(step):032x}"
     assert span.parent_id == f"{run_id:016x}"
-    assert session.summary is not None
-    assert session.summary.unjoined == 0
+    assert session.close().unjoined == 0
 
 
 def test_a_process_describes_itself() -> None:
