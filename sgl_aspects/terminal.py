@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 # Characters in a line of what another program reads: rich would break its lines after 80.
 _PIPE_WIDTH = 500
@@ -46,6 +47,18 @@ def _replaced(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(_PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
+
+
+def table(first: str, *numbers: str) -> Table:
+    """Return a table with a line below its headings; all columns but the first are aligned on the right."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
+    made.add_column(first, no_wrap=True)
+    for heading in numbers:
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
 
 
 def console() -> Console:

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
-from sgl_aspects.errors import AspectsError
+from sgl_aspects.errors import AspectsError, ConfigError
+from sgl_aspects.files import private
 
-
-def positive_integer(text: str) -> int:
-    """A whole number from 1."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a whole number from 1")
-    return number
+_Number = TypeVar("_Number", int, float)
 
 
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: write a number from 0 to 1")
-    return number
+def number(kind: Callable[[str], _Number], least: float, most: float, what: str) -> Callable[[str], _Number]:
+    """Return the type of a flag: a number of this kind in these bounds, which an error calls ``what``."""
+
+    def read(text: str) -> _Number:
+        with contextlib.suppress(ValueError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"{text}: write {what}")
+
+    return read
+
+
+positive_integer = number(int, 1, math.inf, "a whole number from 1")
+share = number(float, 0, 1, "a number from 0 to 1")
 
 
 def writable_file(text: str) -> Path:
@@ -40,6 +39,15 @@ def writable_file(text: str) -> Path:
     if os.path.isdir(file) or not os.path.isdir(file.parent):
         raise argparse.ArgumentTypeError(f"{text!r}: write a file in a folder that exists")
     return file
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file that the user named (see :func:`private`). ConfigError if it cannot be written."""
+    try:
+        with open(file, "w", encoding="utf-8", opener=private) as output:
+            output.write(text)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; name another file") from error
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:

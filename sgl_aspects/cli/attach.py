@@ -154,9 +154,7 @@ def _detach(run: Run, collector: CollectorProcess | None) -> int:
     answers = run.detach()
     if collector is None:
         run.discard()
-    for answer in answers:
-        print(describe_detached(answer), flush=True)
-    return int(any(answer.error or answer.values["not_restored"] for answer in answers))
+    return show_detached(answers)
 
 
 def _finish(collector: CollectorProcess | None, settings: TraceSettings) -> int:
@@ -196,11 +194,15 @@ def _show(answer: Answer) -> None:
             print(f"  {title}: {len(lines) - _SHOWN} more")
 
 
-def describe_detached(answer: Answer) -> str:
-    """Return one line: the result of removing a process's hooks."""
-    where = f"process {answer.process.id}"
-    if answer.error:
-        return f"{where}: NOT detached: {answer.error}"
-    lost = answer.values["not_restored"]
-    text = f"{where}: {answer.values['restored']} originals are back"
-    return text + (f"; NOT back, replaced by other code meanwhile: {', '.join(lost)}" if lost else "")
+def show_detached(answers: Sequence[Answer]) -> int:
+    """Print what came of removing each process's hooks; return 1 if some are left, otherwise 0."""
+    status = 0
+    for answer in answers:
+        if answer.error:
+            text, lost = f"NOT detached: {answer.error}", [answer.error]
+        else:
+            text, lost = f"{answer.values['restored']} originals are back", answer.values["not_restored"]
+            text += f"; NOT back, replaced by other code meanwhile: {', '.join(lost)}" if lost else ""
+        print(f"process {answer.process.id}: {text}", flush=True)
+        status |= bool(lost)
+    return status

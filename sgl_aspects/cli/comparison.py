@@ -16,16 +16,23 @@ if TYPE_CHECKING:
     from sgl_aspects.analysis.sources import Run
 
 
-def load(source: str) -> Run:
-    """Read a file, a run's folder, or a folder with the files of one run's hosts."""
+def load(*sources: str) -> Run:
+    """Read the runs of a command line; an error if they hold no spans."""
     from sgl_aspects.analysis.sources import load_runs
 
+    found = load_runs(sources)
+    if not found.spans:
+        raise ConfigError(
+            f"{found.source} holds no spans: has the engine served a request since tracing began?"
+        )
+    return found
+
+
+def load_one(source: str) -> Run:
+    """Read a file, a run's folder, or a folder with the files of one run's hosts."""
     folder = Path(os.path.expanduser(source))
     files = sorted(map(str, folder.glob("*.jsonl"))) if folder.is_dir() else []
-    found = load_runs(files or [source])
-    if not found.spans:
-        raise ConfigError(f"{source} holds no spans: has the engine served a request since tracing began?")
-    return found
+    return load(*(files or [source]))
 
 
 def changes_of(before: Run, after: Run) -> list[Change]:
@@ -58,12 +65,10 @@ def rows_of(changes: Sequence[Change]) -> list[tuple[str, str, str, str, str]]:
 
 def show(before: Run, after: Run, changes: Sequence[Change], share: float) -> int:
     """Print the certain changes, the surest first. Exit status 1 for a regression beyond ``share``."""
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     from sgl_aspects.analysis.comparison import regressions
-    from sgl_aspects.terminal import console, printable
+    from sgl_aspects.terminal import console, printable, table
 
     def plain(text: str) -> str:  # names are from a file
         return escape(printable(text))
@@ -73,13 +78,10 @@ def show(before: Run, after: Run, changes: Sequence[Change], share: float) -> in
     output.print(plain(f"{len(changes)} measures compared, {len(rows)} changed: {after.source}"), end=" ")
     output.print(plain(f"against {before.source}"))
     if rows:
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
-        table.add_column("changed", no_wrap=True)
-        for heading in ("before", "after", "change", "interval"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        shown = table("changed", "before", "after", "change", "interval")
         for row in rows:
-            table.add_row(*map(plain, row))
-        output.print(table)
+            shown.add_row(*map(plain, row))
+        output.print(shown)
     if worse:
         names = ", ".join(change.measure for change in worse)
         output.print(plain(f"Regressions beyond {share:.1%}: {names}"), style="bold red", soft_wrap=True)

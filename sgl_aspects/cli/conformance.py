@@ -102,12 +102,12 @@ def row(result: Result, width: int) -> list[str]:
 def as_json(name: str, platform: SRTPlatform, results: Sequence[Result]) -> dict[str, object]:
     import torch
 
-    from sgl_aspects.conformance.report import known
+    from sgl_aspects.conformance.report import class_name, known
 
     counts = Counter(result.status for result in results)
     return {
         "platform": name,
-        "class": _class_name(platform),
+        "class": class_name(platform),
         "device": known(platform.get_device_name),
         "sgl_aspects": __version__,
         "torch": torch.__version__,
@@ -145,16 +145,12 @@ def as_junit(name: str, results: Sequence[Result]) -> str:
 def _heading(name: str, platform: SRTPlatform) -> str:
     import torch
 
-    from sgl_aspects.conformance.report import known
+    from sgl_aspects.conformance.report import class_name, known
 
     return (
-        f"Conformance of platform {name!r}: {_class_name(platform)}\n"
+        f"Conformance of platform {name!r}: {class_name(platform)}\n"
         f"{known(platform.get_device_name)}, sgl-aspects {__version__}, torch {torch.__version__}\n"
     )
-
-
-def _class_name(platform: SRTPlatform) -> str:
-    return f"{type(platform).__module__}:{type(platform).__qualname__}"
 
 
 def _reference(wanted: str) -> str:

@@ -50,8 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_run_choice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pid", type=int, help="this process only; left out: every process of the run")
+def add_run_choice(
+    parser: argparse.ArgumentParser, pid: str = "this process only; left out: every process of the run"
+) -> None:
+    """Add the flags of a live run; ``pid``: what the id of a process chooses."""
+    parser.add_argument("--pid", type=int, help=pid)
     parser.add_argument(
         "--run",
         dest="folder",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from sgl_aspects.attach.delegation import owner_to_become, run_as
 from sgl_aspects.attach.operation import Run, run_of
 from sgl_aspects.attach.process_tree import engine_tree, read_process
-from sgl_aspects.cli.attach import describe_detached
+from sgl_aspects.cli.attach import show_detached
 from sgl_aspects.errors import AttachError
 
 
@@ -27,7 +26,4 @@ def run(arguments: argparse.Namespace) -> int:
         raise AttachError(
             f"process {arguments.pid} is not attached to; attach with: sgl-aspects attach {arguments.pid}"
         )
-    answers = Run(Path(folder)).detach()
-    for answer in answers:
-        print(describe_detached(answer))
-    return int(any(answer.error or answer.values["not_restored"] for answer in answers))
+    return show_detached(Run(folder).detach())

@@ -14,7 +14,6 @@ from pathlib import Path
 from sgl_aspects import bootstrap, env
 from sgl_aspects.cli.run import program_of
 from sgl_aspects.engines.device_calls import CALLS_VARIABLE, REPORT_VARIABLE, DeviceCall, read_reports
-from sgl_aspects.errors import ConfigError
 from sgl_aspects.platforms.discovery import PLATFORM_VARIABLE, require_known
 
 
@@ -23,11 +22,7 @@ def run(platform: str | None, words: Sequence[str], *, as_json: bool) -> int:
 
     Exit status: the command's if it failed; otherwise 0.
     """
-    command = list(words[1:] if words[:1] == ["--"] else words)
-    if not command:
-        raise ConfigError(
-            "nothing to run: write the command after --, as in doctor --platform cpu -- python app.py"
-        )
+    command, program = program_of(words, "doctor --platform cpu")
     if platform is not None:
         require_known(platform)
     with tempfile.TemporaryDirectory(prefix="sgl-aspects-device-calls-") as folder:
@@ -35,7 +30,7 @@ def run(platform: str | None, words: Sequence[str], *, as_json: bool) -> int:
         environment[REPORT_VARIABLE.removeprefix("SGL_")] = folder
         if platform is not None:
             environment[PLATFORM_VARIABLE] = platform
-        engine = subprocess.Popen([program_of(command), *command[1:]], env=environment)
+        engine = subprocess.Popen([program, *command[1:]], env=environment)
         while True:
             try:
                 status = engine.wait()

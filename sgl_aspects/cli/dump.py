@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
+from sgl_aspects.cli.arguments import number, write_text
 from sgl_aspects.cli.control import add_run_choice
-from sgl_aspects.errors import ConfigError
-from sgl_aspects.files import private
 from sgl_aspects.tracing.collect.rings import rings
 
 _FORMATS = ("text", "otlp-json", "perfetto")
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:
-        raise argparse.ArgumentTypeError(f"{text}: write a number of seconds, such as 10")
-    return seconds
+_seconds = number(float, 0, math.inf, "a number of seconds, such as 10")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +38,5 @@ def run(arguments: argparse.Namespace) -> int:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), end="")
     else:
-        try:
-            with open(arguments.output, "w", encoding="utf-8", opener=private) as file:
-                file.write(text)
-        except OSError as error:
-            raise ConfigError(f"--output {arguments.output}: {error.strerror}; name another file") from error
+        write_text(arguments.output, text)
     return 0

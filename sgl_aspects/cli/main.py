@@ -33,49 +33,39 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Command:
-    """One row of the table."""
+    """One row of the table. ``module``: the one with its name."""
 
     name: str
     help: str
-    module: str
     aliases: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        return f"sgl_aspects.cli.{self.name.replace('-', '_')}"
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("demo", "Serve eight prompts with a small real model, traced.", "sgl_aspects.cli.demo"),
-    Command("serve", "Serve a model to OpenAI's clients.", "sgl_aspects.cli.serve"),
-    Command("run", "Run a program with hooks and tracing in all its processes.", "sgl_aspects.cli.run"),
-    Command("attach", "Trace an engine that already runs.", "sgl_aspects.cli.attach"),
-    Command("detach", "Detach from an engine that was attached to.", "sgl_aspects.cli.detach"),
-    Command(
-        "preflight",
-        "Show what this machine lacks for tracing, and what that costs.",
-        "sgl_aspects.cli.preflight",
-    ),
-    Command("hooks", "Show every hook, its targets and its calls.", "sgl_aspects.cli.hooks"),
-    Command("explain", "Show what happens when a function is called.", "sgl_aspects.cli.explain"),
-    Command("doctor", "Show problems of the hooks and how to solve them.", "sgl_aspects.cli.doctor"),
-    Command(
-        "control",
-        "Change what a live run records: level, share, on and off.",
-        "sgl_aspects.cli.control",
-        aliases=("ctl",),
-    ),
-    Command("dump", "Show the last seconds of a live or dead traced process.", "sgl_aspects.cli.dump"),
-    Command("top", "Watch a live run in the terminal.", "sgl_aspects.cli.top"),
-    Command("why", "Show what a request's time was spent on, and who delayed it.", "sgl_aspects.cli.why"),
-    Command("usage", "Show who used a run: tokens and device time by tenant.", "sgl_aspects.cli.usage"),
-    Command("report", "Show a run as one page to look at in a browser.", "sgl_aspects.cli.report"),
-    Command("platforms", "Show the platforms found, the one chosen, and why.", "sgl_aspects.cli.platforms"),
-    Command(
-        "conformance", "Check that a platform does what its methods promise.", "sgl_aspects.cli.conformance"
-    ),
-    Command("ops", "Show which implementation serves each operator, and why.", "sgl_aspects.cli.ops"),
-    Command("new-platform", "Write a package for a device of yours.", "sgl_aspects.cli.new_platform"),
-    Command(
-        "version", "Show the versions of sgl-aspects and of its dependencies.", "sgl_aspects.cli.version"
-    ),
-    Command("completion", "Print completions of commands for a shell.", "sgl_aspects.cli.completion"),
+    Command("demo", "Serve eight prompts with a small real model, traced."),
+    Command("serve", "Serve a model to OpenAI's clients."),
+    Command("run", "Run a program with hooks and tracing in all its processes."),
+    Command("attach", "Trace an engine that already runs."),
+    Command("detach", "Detach from an engine that was attached to."),
+    Command("preflight", "Show what this machine lacks for tracing, and what that costs."),
+    Command("hooks", "Show every hook, its targets and its calls."),
+    Command("explain", "Show what happens when a function is called."),
+    Command("doctor", "Show problems of the hooks and how to solve them."),
+    Command("control", "Change what a live run records: level, share, on and off.", aliases=("ctl",)),
+    Command("dump", "Show the last seconds of a live or dead traced process."),
+    Command("top", "Watch a live run in the terminal."),
+    Command("why", "Show what a request's time was spent on, and who delayed it."),
+    Command("usage", "Show who used a run: tokens and device time by tenant."),
+    Command("report", "Show a run as one page to look at in a browser."),
+    Command("platforms", "Show the platforms found, the one chosen, and why."),
+    Command("conformance", "Check that a platform does what its methods promise."),
+    Command("ops", "Show which implementation serves each operator, and why."),
+    Command("new-platform", "Write a package for a device of yours."),
+    Command("version", "Show the versions of sgl-aspects and of its dependencies."),
+    Command("completion", "Print completions of commands for a shell."),
 )
 
 

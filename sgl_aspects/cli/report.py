@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sgl_aspects.cli.arguments import add_runs, share, writable_file
+from sgl_aspects.cli.arguments import add_runs, share, writable_file, write_text
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.files import private
 from sgl_aspects.terminal import counted, printable
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the run, write the page, and print a summary."""
-    from sgl_aspects.analysis.sources import load_runs
+    from sgl_aspects.cli import comparison
 
     output = arguments.output or Path(_FORMATS[arguments.format])
     if arguments.compare:
@@ -59,13 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         if others:
             raise ConfigError(f"--compare A B makes a page of two runs: leave out {' '.join(others)}")
         return _compare(arguments.compare, output, arguments.beyond, arguments.open)
-    found = load_runs(arguments.sources)
-    if not found.spans:
-        raise ConfigError(
-            f"{found.source} holds no spans: has the engine served a request since tracing began?"
-        )
+    found = comparison.load(*arguments.sources)
     text = _page(found) if arguments.format == "page" else _timeline(found)
-    _write(text, output)
+    write_text(output, text)
     requests = counted(sum(span.is_server for span in found.spans), "request")
     size = f"{len(text) / 1e6:.1f} MB"
     print(f"{output}: {requests}, {counted(len(found.spans), 'span')}, {size}.", end=" ")
@@ -82,9 +77,9 @@ def _compare(sources: Sequence[str], output: Path, beyond: float, opens: bool) -
     from sgl_aspects.cli import comparison
     from sgl_aspects.view.page import page_of_both
 
-    before, after = map(comparison.load, sources)
+    before, after = map(comparison.load_one, sources)
     changes = comparison.changes_of(before, after)
-    _write(page_of_both(before, after, comparison.rows_of(changes)), output)
+    write_text(output, page_of_both(before, after, comparison.rows_of(changes)))
     status = comparison.show(before, after, changes, beyond)
     print(f"{output}: both runs, and this table.", end=" ")
     _offer(output, opens)
@@ -97,14 +92,6 @@ def _offer(page: Path, opens: bool) -> None:
     print(f"Open it in a browser: {link}")
     if opens:
         webbrowser.open(link)
-
-
-def _write(text: str, output: Path) -> None:
-    try:
-        with open(output, "w", encoding="utf-8", opener=private) as page:
-            page.write(text)
-    except OSError as error:
-        raise ConfigError(f"{output}: {error.strerror}") from error
 
 
 def _page(run: Run) -> str:

@@ -57,12 +57,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser, level: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replace this process by the command; returns only if that fails."""
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    if not command:
-        raise ConfigError(
-            "nothing to run: write the command after --, as in sgl-aspects run -- python app.py"
-        )
-    program = program_of(command)
+    command, program = program_of(arguments.command, "sgl-aspects run")
     _warn_of_isolation(command)
     environment = env.shortened(bootstrap.prepared(os.environ))
     clean_up()
@@ -130,12 +125,15 @@ def _announce(settings: TraceSettings) -> None:
             say(f"sgl-aspects: tracing {what} (--level {settings.level}) to {where}")
 
 
-def program_of(command: Sequence[str]) -> str:
-    """Return the path of the command's program."""
+def program_of(words: Sequence[str], by: str) -> tuple[list[str], str]:
+    """Return the command after ``--`` in the words that follow ``by``, and the path of its program."""
+    command = list(words[1:] if words[:1] == ["--"] else words)
+    if not command:
+        raise ConfigError(f"nothing to run: write the command after --, as in {by} -- python app.py")
     program = shutil.which(command[0])
     if program is None:
         raise ConfigError(f"{command[0]!r} is not a program that can be found; check its name and PATH")
-    return program
+    return command, program
 
 
 def _become(program: str, command: list[str], environment: Mapping[str, str]) -> NoReturn:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sgl_aspects.analysis.numbers import RunReport
-from sgl_aspects.terminal import counted
+from sgl_aspects.terminal import counted, table
 from sgl_aspects.view.text import duration
 
 if TYPE_CHECKING:
@@ -54,20 +53,20 @@ def print_delivery(console: Console, summary: TraceSummary, file: Path, endpoint
 
 
 def _numbers(report: RunReport) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, justify="right", style="bold")
-    table.add_column(style="dim")
-    table.add_row("output tokens/s", f"{report.output_tokens_per_second:.1f}", _totals(report))
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column(no_wrap=True)
+    rows.add_column(no_wrap=True, justify="right", style="bold")
+    rows.add_column(style="dim")
+    rows.add_row("output tokens/s", f"{report.output_tokens_per_second:.1f}", _totals(report))
     prompts = [request.prompt_tokens for request in report.requests]
-    table.add_row("prompt tokens", str(sum(prompts)), f"{min(prompts)} to {max(prompts)} a request")
+    rows.add_row("prompt tokens", str(sum(prompts)), f"{min(prompts)} to {max(prompts)} a request")
     first = [request.time_to_first_token for request in report.requests]
-    table.add_row("time to first token", duration(statistics.fmean(first)), _spread(first))
+    rows.add_row("time to first token", duration(statistics.fmean(first)), _spread(first))
     per_token = [r.time_per_output_token for r in report.requests if r.time_per_output_token is not None]
     if per_token:
-        table.add_row("time per output token", duration(statistics.fmean(per_token)), _spread(per_token))
-    table.add_row("share of time in forward", f"{report.forward_share:.1%}", "of the time in scheduler steps")
-    return table
+        rows.add_row("time per output token", duration(statistics.fmean(per_token)), _spread(per_token))
+    rows.add_row("share of time in forward", f"{report.forward_share:.1%}", "of the time in scheduler steps")
+    return rows
 
 
 def _totals(report: RunReport) -> str:
@@ -80,12 +79,10 @@ def _spread(times: Sequence[float]) -> str:
 
 
 def _steps(report: RunReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
-    for heading in ("steps by phase", "steps", "tokens/step", "time/step", "total", "forward"):
-        table.add_column(heading, justify="left" if heading == "steps by phase" else "right", no_wrap=True)
+    rows = table("steps by phase", "steps", "tokens/step", "time/step", "total", "forward")
     for phase in report.phases:
         count = len(phase.steps)
-        table.add_row(
+        rows.add_row(
             phase.phase,
             str(count),
             f"{phase.tokens / count:.1f}",
@@ -93,4 +90,4 @@ def _steps(report: RunReport) -> Table:
             duration(phase.step_seconds),
             f"{phase.forward_share:.1%}",
         )
-    return table
+    return rows

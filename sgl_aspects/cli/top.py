@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_aspects.cli.arguments import positive_integer
+from sgl_aspects.cli.control import add_run_choice
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.terminal import counted
 from sgl_aspects.tracing.collect.rings import rings
@@ -22,13 +23,7 @@ _ONCE_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--run",
-        dest="folder",
-        metavar="RUN",
-        help="its folder, or a process of it; needed for one of several",
-    )
-    parser.add_argument("--pid", type=int, help="the run of this process")
+    add_run_choice(parser, "the run of this process")
     parser.add_argument(
         "--window",
         type=positive_integer,

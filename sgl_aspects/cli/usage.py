@@ -22,14 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a row for each value of the attribute; their device time adds up to that of the steps."""
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     from sgl_aspects.analysis.causes import Causes
     from sgl_aspects.analysis.sources import load_runs
     from sgl_aspects.analysis.usage import usage_of
-    from sgl_aspects.terminal import console
+    from sgl_aspects.terminal import console, table
     from sgl_aspects.view.text import duration, one_line
 
     run = load_runs(arguments.sources)
@@ -42,10 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         choices = ", ".join([*_SHORT, *sorted(known)])
         raise ConfigError(f"--by {arguments.by}: no request has this attribute; choose from {choices}")
     total = sum(row.device_seconds for row in rows)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
-    table.add_column(escape(arguments.by), no_wrap=True)
-    for heading in ("requests", "failed", "input", "output", "device time", "share", "in time"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("requests", "failed", "input", "output", "device time", "share", "in time")
+    shown = table(escape(arguments.by), *headings)
     for row in rows:
         counts = (row.requests, row.failed, row.input_tokens, row.output_tokens)
         share = f"{row.device_seconds / total:.1%}" if total else "–"
@@ -55,6 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
             share,
             "–" if row.goodput is None else f"{row.goodput:.1%}",
         )
-        table.add_row(escape(one_line(row.name or "none", 60)), *cells)
-    console().print(table)
+        shown.add_row(escape(one_line(row.name or "none", 60)), *cells)
+    console().print(shown)
     return 0

@@ -66,20 +66,15 @@ def _chosen(causes: Causes, text: str, source: str) -> Span:
 
 
 def _print(causes: Causes, explanation: Explanation) -> None:
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
-    from sgl_aspects.terminal import console, counted
+    from sgl_aspects.terminal import console, counted, table
     from sgl_aspects.tracing import schema
     from sgl_aspects.view.text import duration, one_line
 
     request = explanation.request
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
-    table.add_column("cause", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    table.add_column("because of", overflow="fold")
+    rows = table("cause", "time", "share")
+    rows.add_column("because of", overflow="fold")
     for cause, seconds in explanation.ranked():
         shares = explanation.worst(cause)
         names = [f"{_id(causes.by_id[span_id])} ({duration(own)})" for span_id, own in shares[:_NAMED]]
@@ -87,11 +82,11 @@ def _print(causes: Causes, explanation: Explanation) -> None:
             names.append(f"{len(shares) - _NAMED} more")
         share = seconds / request.seconds if request.seconds else 0.0
         shown = "\n".join(escape(one_line(name, 100)) for name in names)
-        table.add_row(cause.value, duration(seconds), f"{share:.1%}", shown)
+        rows.add_row(cause.value, duration(seconds), f"{share:.1%}", shown)
     output = console()
     heading = f"{request.name} {_id(request)}: {duration(request.seconds)}"
     output.print(escape(one_line(heading, 200)), soft_wrap=True)
-    output.print(table)
+    output.print(rows)
     if answers := causes.answers.get(request.span_id):
         ids = ", ".join(_id(answer) for answer in sorted(answers, key=lambda answer: -answer.end_ns))
         output.print(escape(one_line(f"Its answers, the last to end first: {ids}", 200)), soft_wrap=True)

@@ -32,10 +32,9 @@ class ReportHead:
     def of(cls, name: str, platform: SRTPlatform, engine: str, results: Sequence[Result]) -> ReportHead:
         import torch
 
-        kind = type(platform)
         return cls(
             platform=name,
-            implementation=f"{kind.__module__}:{kind.__qualname__}",
+            implementation=class_name(platform),
             engine=engine,
             device=f"{known(platform.device_count)} × {known(platform.get_device_name)}",
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -59,6 +58,11 @@ class ReportHead:
         rows = [f"| {field.name} | {getattr(self, field.name)} |" for field in fields(self)]
         title = f"# Conformance of {self.platform}, {self.engine} engine"
         return "\n".join([title, "", "| | |", "| --- | --- |", *rows, "", "```text", *lines, "```", ""])
+
+
+def class_name(platform: SRTPlatform) -> str:
+    """Return its class as ``pkg.mod:Cls``."""
+    return f"{type(platform).__module__}:{type(platform).__qualname__}"
 
 
 def known(query: Callable[[], object]) -> str:

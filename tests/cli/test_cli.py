@@ -26,11 +26,11 @@ from tests.support.processes import command, error_of, finished, output_of, pyth
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A fake subcommand in a module of its own, whose ``run`` a test replaces."""
-    module = types.ModuleType("stand_in_command")
+    module = types.ModuleType("sgl_aspects.cli.stand_in")
     module.__dict__["add_arguments"] = lambda parser: parser.add_argument("--count", type=positive_integer)
     module.__dict__["run"] = lambda arguments: arguments.count
-    monkeypatch.setitem(sys.modules, "stand_in_command", module)
-    monkeypatch.setattr(cli, "COMMANDS", (*COMMANDS, Command("stand-in", "", "stand_in_command")))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(cli, "COMMANDS", (*COMMANDS, Command("stand-in", "")))
     return module
 
 

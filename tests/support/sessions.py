@@ -85,7 +85,7 @@ def traced_program(
     (folder / "program.py").write_text(program)
     (folder / "aspects.toml").write_text(declared)
     (file := folder / "spans.jsonl").write_text("")
-    words = ("--config", "aspects.toml", "--file", file, *options, "--", sys.executable, "program.py")
+    words = ["--config", "aspects.toml", "--file", str(file), *options, "--", sys.executable, "program.py"]
     done = command("run", *words, cwd=folder, without=("OTEL_", "SGL_ASPECTS_", "ASPECTS_"))
     output_of(done)
     found: dict[str, list[Span]] = {}

@@ -27,7 +27,7 @@ from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.recorder import Recorder
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import SpanEnd
-from sgl_aspects.tracing.schema import ACCEPTED_AT, ACCEPTED_TOKENS, DRAFTED_TOKENS
+from sgl_aspects.tracing.schema import ACCEPTED_AT, ACCEPTED_TOKENS, BATCH_TOKENS, DRAFTED_TOKENS
 from tests.support.memory_recorder import Memory
 from tests.support.rings import read_all
 from tests.support.speculating import speculate
@@ -125,13 +125,22 @@ def test_the_forward_pass_of_a_step_is_the_one_that_verifies(tmp_path: Path) -> 
     recorder.close()
     records = read_all(RunReader(str(tmp_path)))
     spans = {record.type.name: record for record in records if isinstance(record, SpanEnd)}
-    inside = [spans[name] for name in ("draft", "forward", "draft_extend")]
+    run_batch, *inside = (spans[name] for name in ("run_batch", "draft", "forward", "draft_extend"))
     times = [time for span in inside for time in (span.start_ns, span.end_ns)]
-    assert [spans["run_batch"].start_ns, *times, spans["run_batch"].end_ns] == sorted(
-        [spans["run_batch"].start_ns, *times, spans["run_batch"].end_ns]
-    )
+    times = [run_batch.start_ns, *times, run_batch.end_ns]
+    assert times == sorted(times)
     for span in inside:
-        assert (span.root_id, span.parent_id) == (spans["run_batch"].root_id, spans["run_batch"].span_id)
+        assert (span.root_id, span.parent_id) == (run_batch.root_id, run_batch.span_id)
+
+
+def test_a_step_counts_what_was_drafted_and_accepted() -> None:
+    recorder = Memory()
+    step(recorder, accepted=3)
+    (span,) = recorder.named("scheduler.step")
+    values = dict(zip(span.type.attributes, span.values))
+    assert values[DRAFTED_TOKENS] == 2 * 3
+    assert values[ACCEPTED_TOKENS] == 3
+    assert values[BATCH_TOKENS] == 2 + 2 * 3
 
 
 def test_drafts_of_steps_and_requests_are_those_that_the_engine_counts() -> None:
