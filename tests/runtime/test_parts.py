@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,6 +263,26 @@ def test_the_smallest_numbers_take_the_likeliest_token(fields: dict[str, Any]) -
     logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(1)) * 0.1
     params = [SamplingParams(**fields)] * 4
     assert Sampler()(logits, params, [0.1, 0.5, 0.9, 0.99]).tolist() == logits.argmax(dim=-1).tolist()
+
+
+def test_rows_of_one_batch_keep_to_their_own_settings() -> None:
+    draw = random.Random(5)
+    logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(1)) * 3
+    params = [
+        SamplingParams(
+            temperature=draw.choice([0.0, 0.5, 1.0, 2.0]),
+            top_k=draw.choice([None, 1, 3, 200]),
+            top_p=draw.choice([0.1, 0.5, 0.99, 1.0]),
+        )
+        for _ in range(40)
+    ]
+    uniforms = [draw.random() for _ in range(40)]
+    together = Sampler()(logits, params, uniforms).tolist()
+    alone = [Sampler()(logits[i : i + 1], [params[i]], [uniforms[i]]).item() for i in range(40)]
+    assert together == alone
+    for i, p in enumerate(params):
+        if p.is_greedy:
+            assert together[i] == logits[i].argmax()
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-53])
