@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sgl_aspects.engines import VLLM, Engine, Outcome, Role
+from sgl_aspects.engines import SGLANG, VLLM, Engine, Outcome, Role
 from sgl_aspects.tracing import observers
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.options import TraceOptions
@@ -69,6 +70,16 @@ def test_a_step_ends_with_its_run_where_no_function_processes_results(
     assert dict(zip(whole.type.attributes, whole.values))["sgl_aspects.batch.tokens"] is None
     assert [whole.error, failed.error] == ["", "ZeroDivisionError"]
     assert {span.type.name for span in recorder.ended} == {"scheduler.step", "run_batch"}
+
+
+def test_a_beam_search_has_the_tokens_of_the_beams_that_it_returns() -> None:
+    read = SGLANG.reader("req.output_tokens")
+    beams = [SimpleNamespace(tokens=[5, 6, 7]), SimpleNamespace(tokens=[5, 6]), SimpleNamespace(tokens=[8])]
+    group = SimpleNamespace(final_results=beams, num_return=2)
+    req = SimpleNamespace(output_ids=[0, 0], finished_len=None, beam_group=group)
+    assert read(req) == 5
+    group.final_results = []  # it was aborted
+    assert read(req) == 2
 
 
 HARE = "from sgl_aspects.engines import Engine, Role\n"

@@ -51,7 +51,13 @@ def drafts(req: Any) -> tuple[int, list[int]] | None:
 
 
 def output_tokens(req: Any) -> int:
-    """Return the tokens of a request's answer: those of its last draft may go beyond its end."""
+    """Return the tokens of a request's answer: of a beam search those of all beams that it returns.
+
+    Those of its last draft may go beyond its end.
+    """
+    group: Any = getattr(req, "beam_group", None)
+    if beams := getattr(group, "final_results", None):
+        return sum(len(beam.tokens) for beam in beams[: group.num_return])
     end = getattr(req, "finished_len", None)
     return len(req.output_ids if end is None else req.output_ids[:end])
 
