@@ -11,6 +11,7 @@ import stat
 import struct
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 _SMALL = 4096
@@ -91,6 +92,23 @@ def read_small(path: Path, most: int = _SMALL) -> bytes:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a file", str(path))
         return file.read(most)
+
+
+@contextlib.contextmanager
+def above_standard_streams() -> Iterator[None]:
+    """Have files that are opened in the block, and copies of their descriptors, get numbers above 2.
+
+    What a daemon prints that has closed its standard streams would be written to them.
+    """
+    taken = []
+    try:
+        while (descriptor := os.open("/", getattr(os, "O_PATH", os.O_RDONLY))) <= 2:
+            taken.append(descriptor)
+        os.close(descriptor)
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 def lock_holder(descriptor: int, byte: int = 0) -> int | None:

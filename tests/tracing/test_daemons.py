@@ -39,6 +39,19 @@ while os.path.exists(f"/proc/{launcher}"):
 record(2)
 """
 
+PRINTS = """
+if os.fork():
+    os.wait()
+    sys.exit()
+os.closerange(0, 256)
+record(2)
+for stream in range(3):
+    try:
+        os.write(stream, b"text")
+    except OSError:
+        pass
+"""
+
 OPENS_OTHERS = """
 os.closerange(3, 256)
 files = [open(f"other-{number}", "w") for number in range(12)]
@@ -78,6 +91,10 @@ def run(folder: Path, program: str, *before: str) -> str:
 
 def test_a_daemon_that_closes_all_descriptors_is_traced_to_its_end(tmp_path: Path) -> None:
     assert run(tmp_path, DAEMON).count('"name":"work"') == 2
+
+
+def test_what_a_daemon_without_standard_streams_prints_is_not_written_to_its_ring(tmp_path: Path) -> None:
+    assert run(tmp_path, PRINTS).count('"name":"work"') == 2
 
 
 def test_files_that_a_program_opens_after_closing_all_descriptors_are_left_alone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import struct
 import time
 
-from sgl_aspects.files import OwnDescriptor
+from sgl_aspects.files import OwnDescriptor, above_standard_streams
 from sgl_aspects.run import clock
 from sgl_aspects.tracing.record import format as layout
 
@@ -39,13 +39,18 @@ class RingFile:
     @classmethod
     def make(cls, folder: str, control: tuple[int, int, int]) -> RingFile | None:
         """Create a file in the run folder; None if that fails, with a warning unless the run has ended."""
-        path = os.path.join(folder, f"{os.getpid()}-{os.urandom(4).hex()}{layout.SUFFIX}")
         try:
-            descriptor = os.open(path + ".new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with above_standard_streams():
+                return cls._made(folder, control)
         except OSError as error:
             if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
                 logger.warning("tracing stops in process %d: %s", os.getpid(), error)
             return None
+
+    @classmethod
+    def _made(cls, folder: str, control: tuple[int, int, int]) -> RingFile:
+        path = os.path.join(folder, f"{os.getpid()}-{os.urandom(4).hex()}{layout.SUFFIX}")
+        descriptor = os.open(path + ".new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             slots = _allocate(descriptor)
             if slots < layout.SLOTS:
@@ -56,12 +61,11 @@ class RingFile:
             _lock(descriptor)
             # Renamed when it is complete and locked, so that readers never see it before.
             os.rename(path + ".new", path)
-        except OSError as error:
+        except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(path + ".new")
             os.close(descriptor)
-            logger.warning("tracing stops in process %d: %s", os.getpid(), error)
-            return None
+            raise
         return file
 
     def _write_header(self, control: tuple[int, int, int], clock_offset: int) -> None:
