@@ -85,6 +85,12 @@ class JoinPoint(abc.ABC):
         return self.installed and current(self.place.owner, self.place.name) is not self.standing
 
     @property
+    def depth(self) -> float:
+        """A number that is greater than those of the classes from which it is inherited."""
+        owner = self.place.owner
+        return (len(bases(owner)) if is_class(owner) else float("inf")) if self.place.inherited else 0
+
+    @property
     def known_by(self) -> tuple[Any, ...]:
         """The objects that are this join point under any name: the attribute's value, the callable in it."""
         return () if self.slot.expected is MISSING else (self.standing,)
@@ -202,22 +208,21 @@ class FunctionJoinPoint(JoinPoint):
 
     def apply(self, guarded: bool = False) -> None:
         installs = self.active and not self.installed
-        if installs:
+        # Another patch on top may call the replacement, which stays until its last hook is removed.
+        removes = not self.active and self.installed and not (self.advices and self.displaced)
+        below = inherited(self.place.owner, self.place.name) if self.place.inherited else MISSING
+        if (installs or removes) and below is not MISSING:  # the base may have another one by now
+            self.slot.original = self.slot.origin = below
+            self.inner, _ = opened(self.place._replace(raw=below))
+        elif removes and self.inner is self.original and type(self.inner) is not types.FunctionType:
+            # Its owner may have removed a wrapper that was below.
+            self.inner = self.slot.original = self.function.__wrapped__
+        if installs or removes:
             self._exchange_attributes()
         self.refresh(guarded)
         if installs:
             self.slot.put(self.place.part, self.function)
-        elif not self.active and self.installed and not (self.advices and self.displaced):
-            # Another patch on top may call the replacement, which stays until its last hook is removed.
-            if self.place.inherited:  # the base may have another one by now
-                below = inherited(self.place.owner, self.place.name)
-                if below is not MISSING:
-                    self.slot.original = self.slot.origin = below
-                    self.inner, _ = opened(self.place._replace(raw=below))
-            elif self.inner is self.original and type(self.inner) is not types.FunctionType:
-                # Its owner may have removed a wrapper that was below.
-                self.inner = self.slot.original = self.function.__wrapped__
-            self._exchange_attributes()
+        elif removes:
             self.slot.take_out(self.place.part)
 
     def _exchange_attributes(self) -> None:

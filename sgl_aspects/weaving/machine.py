@@ -368,7 +368,8 @@ class Weaver:
 
     def _apply(self, *, strict: bool) -> list[JoinPoint]:
         """Install or restore each point that was touched; returns them. One pass rebinds all referrers."""
-        points, self._touched = list(self._touched), {}
+        # What a subclass inherits is changed before the subclass.
+        points, self._touched = sorted(self._touched, key=lambda point: point.depth), {}
         refused: dict[Advice, HookError] = {}
         extra = {point: point.extra for point in points}  # first: what follows refers to them, too
         if self._just_run is not None and any(count > 0 for counts in extra.values() for count in counts):

@@ -303,7 +303,7 @@ class _Collected:
     def __init__(self, pairs: Iterable[Pair], remade: Callable[[Any, Any], None]) -> None:
         self._remade = remade
         self.pairs: dict[int, list[Pair]] = {}
-        for pair in sorted(pairs, key=_width):
+        for pair in pairs:
             self.pairs.setdefault(id(pair.old), []).append(pair)
         self._referrer = 0  # the id of the one that is changed: it may be excluded from some pairs
         self.stale: list[Stale] = []
@@ -401,7 +401,7 @@ class _Collected:
         """Return the replacement of ``value``; ``value`` itself if it is not an old object."""
         for pair in self.pairs.get(id(value), ()):
             if self._referrer not in pair.exclude and _concerns(pair.only_bound_to, bound_to):
-                return pair.new if pair.old is value else value
+                return self._new(pair.new, bound_to)  # of which a subclass may have its own
         return value
 
     def _owners(self, held: list[Any], found: list[Any]) -> dict[int, list[Any]]:
@@ -444,12 +444,6 @@ def _is_module_namespace(referrer: Any) -> bool:
     name = dict.get(referrer, "__name__") if is_a(referrer, dict) else None
     module = sys.modules.get(name) if isinstance(name, str) else None
     return module is not None and namespace(module) is referrer
-
-
-def _width(pair: Pair) -> float:
-    """Return a key that sorts pairs of one old object: those for fewer bound methods first."""
-    only = pair.only_bound_to
-    return 0 if only is None else -len(bases(only)) if is_class(only) else float("-inf")
 
 
 def _concerns(only: Any, bound_to: Any) -> bool:

@@ -143,6 +143,24 @@ def test_a_bound_method_has_the_hooks_on_its_instance_and_its_class_woven_at_onc
     assert (len(of_instance.entered), len(of_class.entered)) == (1, 1)
 
 
+def test_a_bound_method_has_the_hooks_on_its_instance_that_are_enabled_after_those_on_its_class(
+    family: Any,
+) -> None:
+    of_instance, of_class = Watch(), Watch()
+    handle = aspects.weave(of_instance.on("engine:made.m"))
+    handle.disable()
+    aspects.weave(of_class.on("engine:Base.m"))
+    handle.enable()
+    family.kept()
+    assert (len(of_instance.entered), len(of_class.entered)) == (1, 1)
+
+
+def test_a_bound_method_has_its_own_function_back_when_both_hooks_are_removed_at_once(family: Any) -> None:
+    function = family.kept.__func__
+    aspects.weave(around("engine:Base.m"), around("engine:made.m")).remove()
+    assert family.kept.__func__ is function
+
+
 @pytest.mark.parametrize("name", ["m", "c"])
 def test_a_method_has_nothing_of_hooks_on_a_subclass_that_are_removed_after_its_own(
     name: str, family: Any
