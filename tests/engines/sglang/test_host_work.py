@@ -51,8 +51,9 @@ def drive(server: Server, adapter: Path) -> None:
         generate(server, number, 30, grammar)
     chat = {"model": "mini", "max_tokens": 4, "messages": [{"role": "user", "content": "tell me"}]}
     server.post("/v1/chat/completions", chat, parent(CHAT))
-    server.post("/api/chat", {**chat, "stream": False}, parent(OLLAMA))
-    server.post("/v1/responses", {"model": "mini", "input": "tell me"}, parent(RESPONSE))
+    server.post("/api/chat", {**chat, "stream": False, "options": {"num_predict": 4}}, parent(OLLAMA))
+    response = {"model": "mini", "input": "tell me", "max_output_tokens": 4}
+    server.post("/v1/responses", response, parent(RESPONSE))
     chat_with_tools(server, WHOLE, STREAMED)
     server.tell("/load_lora_adapter", {"lora_name": "pirate", "lora_path": str(adapter)})
     generate(server, BASE)
