@@ -26,7 +26,7 @@ import pytest
 from sgl_aspects.run.collector import collector_state
 from sgl_aspects.run.folder import runs
 from tests.support.http_server import Server, serving
-from tests.support.otlp_receiver import Span, spans_of
+from tests.support.otlp_receiver import Span
 from tests.support.processes import output_of, python, wait_until, wait_until_gone
 from tests.support.sessions import read_file
 from tests.support.tiny_models import llama_fixture
@@ -72,10 +72,9 @@ def spans(folder: Path) -> dict[str, Span]:
     But for its resource: the first collector may not have known the served model yet.
     """
     found: dict[str, Span] = {}
-    for message in read_file(folder / "traces.jsonl"):
-        for span in spans_of(message):
-            before = found.setdefault(span.span_id, span)
-            assert replace(span, resource=before.resource) == before
+    for span in read_file(folder / "traces.jsonl"):
+        before = found.setdefault(span.span_id, span)
+        assert replace(span, resource=before.resource) == before
     return found
 
 
