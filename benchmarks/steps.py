@@ -97,7 +97,7 @@ class Stage:
         """The level, and a collector that has taken everything."""
         words = self.recorder.steps.words
         words[layout.WORD_LEVEL] = level
-        words[layout.WORD_TAKEN] = self.recorder.slots._last
+        words[layout.WORD_TAKEN] = self.recorder._last
 
 
 def warm(stage: Stage, level: int, steps: int) -> float:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import inspect
-import operator
-import pkgutil
 import sys
 import threading
 import time
@@ -16,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sgl_aspects as aspects
-from sgl_aspects import config, engines, env
+from sgl_aspects import config, env
 from sgl_aspects.errors import AspectsError, AttachError
 from sgl_aspects.run.collector import collector_state
 from sgl_aspects.tracing import session as tracing
@@ -93,12 +90,10 @@ def _import_devices() -> None:
 
     Imported by the engine's thread, they would wait for the weaver's lock as long as this thread weaves.
     """
-    if "torch" not in sys.modules:
-        return
-    for room in filter(operator.attrgetter("ispkg"), pkgutil.iter_modules(engines.__path__)):
-        with contextlib.suppress(ModuleNotFoundError):  # most rooms have none of their own
-            importlib.import_module(f"{engines.__name__}.{room.name}.device")
-    importlib.import_module(f"{engines.__name__}.device").import_platforms()
+    if "torch" in sys.modules:
+        from sgl_aspects.engines.device import import_platforms
+
+        import_platforms()
 
 
 def _reports_of(advices: Collection[aspects.Advice]) -> list[aspects.HookReport]:

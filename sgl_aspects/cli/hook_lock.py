@@ -11,6 +11,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
+from sgl_aspects.cli.hooks import sorted_hooks
 from sgl_aspects.engines import fingerprints
 from sgl_aspects.engines.fingerprints import Change, Fingerprint, LockedHook
 from sgl_aspects.engines.source import Source
@@ -18,18 +19,13 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.run.process_reports import ProcessReport
 from sgl_aspects.terminal import counted, printable
 
-_OURS = "sgl-aspects"
 _VERSION = 1
 
 
 def lock(path: str, processes: Iterable[ProcessReport]) -> int:
     """Write the fingerprints of the targets of every hook that is not of this package."""
-    hooks = {
-        (hook.target, hook.hook, hook.hook_type.value)
-        for process in processes
-        for hook in process.report.hooks
-        if hook.source is None or hook.source.dist_name != _OURS
-    }
+    own, _, _ = sorted_hooks(hook for process in processes for hook in process.report.hooks)
+    hooks = {(hook.target, hook.hook, hook.hook_type.value) for hook in own}
     locked = [fingerprints.lock(*hook, _installed(hook[0])) for hook in sorted(hooks)]
     if not locked:
         raise ConfigError(

@@ -309,8 +309,6 @@ ATTRIBUTES: Mapping[str, frozenset[str]] = {
 
 def check_role(role: str) -> None:
     """:raises ConfigError: there is no such role."""
-    if role.endswith("_alone"):  # of earlier versions
-        raise ConfigError(f"{role!r} is watched by an engine's own observers: see observers and own_roles")
     _check("role", role, ROLES)
 
 

@@ -108,7 +108,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """One run's settings; ``endpoint`` and ``service_name`` None: OpenTelemetry's defaults."""
+    """One run's settings; ``endpoint`` None: OpenTelemetry's default."""
 
     level: int = 0
     disabled: bool = False
@@ -136,7 +136,6 @@ class TraceSettings:
     #: Files that `sgl-aspects run` has begun, for every program that it starts.
     begun: tuple[str, ...] = ()
     perfetto_file: str = "trace.json"
-    service_name: str | None = None
     flush_seconds: int = 3
     keep_run_folder: bool = False
     prints_summary: bool = False
@@ -184,7 +183,6 @@ class TraceSettings:
             file=file,
             begun=tuple((env.text(BEGUN) or "").splitlines()),
             perfetto_file=env.text("SGL_ASPECTS_TRACE_PERFETTO_FILE") or "trace.json",
-            service_name=env.text("OTEL_SERVICE_NAME"),
             flush_seconds=env.integer("SGL_ASPECTS_TRACE_FLUSH_SECONDS", 3, minimum=0, maximum=3600),
             keep_run_folder=env.flag("SGL_ASPECTS_TRACE_KEEP"),
             prints_summary=env.flag("SGL_ASPECTS_TRACE_SUMMARY"),

@@ -82,10 +82,6 @@ def test_observers_read_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             {"attributes": {"batch.moed": "mode"}},
             "'moed' is not a known attribute of 'batch'; did you mean 'mode'",
         ),
-        (
-            {"roles": {"run_alone": Role(("hare:run",))}},
-            "'run_alone' is watched by an engine's own observers: see observers and own_roles",
-        ),
         ({"attributes": {"bunny.mode": "mode"}}, "'bunny' is not a known kind of object; choose from"),
         (
             {"own_roles": {"run_batch": Role(("hare:run",))}},

@@ -286,7 +286,7 @@ def test_a_part_without_end_is_given_up(tmp_path: Path) -> None:
             number, memory, offset = recorder.slots.take()
         except StopIteration:
             read_all(reader)
-            assert recorder.slots.make_room()
+            assert recorder.make_room()
             continue
         kind = ring_format.KIND_RECORD
         ring_format.SLOT.pack_into(memory, offset, kind, count % 2, 9, 1, 1, count // 2, piece, number)

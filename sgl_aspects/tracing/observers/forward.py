@@ -15,23 +15,11 @@ from sgl_aspects.engines.contract import WITHOUT_STEPS, Observation
 from sgl_aspects.tracing.lifecycle import Step, Trackers
 from sgl_aspects.tracing.observers.device import TimedPasses
 from sgl_aspects.tracing.observers.worker import WorkerPasses
+from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record import native
-from sgl_aspects.tracing.record.format import (
-    CHILD_FORWARD,
-    CHILD_RUN_BATCH,
-    CHILD_SAMPLE,
-    FORWARD_END,
-    FORWARD_START,
-    RUN_END,
-    SAMPLE_END,
-    SAMPLE_START,
-    STEP_DEVICE_NAME,
-    STEP_GRAPH,
-    STEP_MODE,
-)
 from sgl_aspects.tracing.records import error_type
 
-_FAILED = 1 << CHILD_FORWARD
+_FAILED = 1 << layout.CHILD_FORWARD
 
 
 class ForwardObserver(TimedPasses):
@@ -88,11 +76,11 @@ class ForwardObserver(TimedPasses):
         runner = self._runner(args, kwargs)
         if runner is not self.met_runner or step.steps is not self.met_steps:
             self._meet(runner, step)
-        step.child = CHILD_FORWARD
+        step.child = layout.CHILD_FORWARD
         block = step.block
-        step.words[block + FORWARD_START] = monotonic_ns()
-        step.words[block + STEP_GRAPH] = self.eager_text
-        step.words[block + STEP_DEVICE_NAME] = self.device_text
+        step.words[block + layout.FORWARD_START] = monotonic_ns()
+        step.words[block + layout.STEP_GRAPH] = self.eager_text
+        step.words[block + layout.STEP_DEVICE_NAME] = self.device_text
         if self.has_events:
             tracker, is_expected = self.tracker, self.expects & _mode_bit(step)
             self.replays += bool(is_expected)
@@ -110,7 +98,7 @@ class ForwardObserver(TimedPasses):
         if not isinstance(step, Step):
             self.worker.forward_exit(step, error)
             return
-        step.child = CHILD_RUN_BATCH
+        step.child = layout.CHILD_RUN_BATCH
         self.step = None
         events, self.events = self.events, None
         if events is not None and self.has_begun:
@@ -121,9 +109,9 @@ class ForwardObserver(TimedPasses):
             if events is not None:
                 self.tracker.spare_events.append(events)
             # Unlike the last pass of this mode, it replayed no graph.
-            if step.words[step.block + STEP_GRAPH] == self.eager_text:
+            if step.words[step.block + layout.STEP_GRAPH] == self.eager_text:
                 self.expects &= ~_mode_bit(step)
-        step.words[step.block + FORWARD_END] = monotonic_ns()
+        step.words[step.block + layout.FORWARD_END] = monotonic_ns()
         if error is not None:
             self.tracker.fail(step, _FAILED, error_type(error))
 
@@ -134,7 +122,7 @@ class ForwardObserver(TimedPasses):
         if step is None:
             self.worker.graph = "replayed"
             return
-        words, at = step.words, step.block + STEP_GRAPH
+        words, at = step.words, step.block + layout.STEP_GRAPH
         if words[at] == self.replayed_text:
             self.has_parts = True
             return
@@ -166,8 +154,8 @@ class ForwardObserver(TimedPasses):
             step = tracker.in_flight[-1] if tracker.in_flight else None
         if step is None or not step.id:
             return None
-        step.words[step.block + SAMPLE_START] = monotonic_ns()
-        tracker.running, step.child = step, CHILD_SAMPLE
+        step.words[step.block + layout.SAMPLE_START] = monotonic_ns()
+        tracker.running, step.child = step, layout.CHILD_SAMPLE
         return step
 
     def _sample_exit(self, step: Any, result: Any, error: BaseException | None) -> None:
@@ -177,11 +165,11 @@ class ForwardObserver(TimedPasses):
             self.worker.sample_exit(step, error)
             return
         now, tracker = monotonic_ns(), self.tracker
-        step.words[step.block + SAMPLE_END] = now
-        step.child = CHILD_RUN_BATCH
+        step.words[step.block + layout.SAMPLE_END] = now
+        step.child = layout.CHILD_RUN_BATCH
         if error is not None:
-            tracker.fail(step, 1 << CHILD_SAMPLE, error_type(error))
-        if step.words[step.block + RUN_END]:  # sampled after its launch
+            tracker.fail(step, 1 << layout.CHILD_SAMPLE, error_type(error))
+        if step.words[step.block + layout.RUN_END]:  # sampled after its launch
             tracker.running = None
             if error is not None:  # there will be no result to process
                 tracker.take(step.batch, step.result)
@@ -198,4 +186,4 @@ class ForwardObserver(TimedPasses):
 
 
 def _mode_bit(step: Step) -> int:
-    return 1 << (step.words[step.block + STEP_MODE] & 63)  # type: ignore[no-any-return]
+    return 1 << (step.words[step.block + layout.STEP_MODE] & 63)  # type: ignore[no-any-return]

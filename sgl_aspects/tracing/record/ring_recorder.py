@@ -11,6 +11,7 @@ ahead drops the newest record and counts it.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import time
@@ -21,12 +22,11 @@ from zlib import crc32
 
 from sgl_aspects.run.control import ASKED_OFFSET, LEVEL_MASK, Control, run_control
 from sgl_aspects.tracing.context import enter as enter_span
-from sgl_aspects.tracing.record import codec
+from sgl_aspects.tracing.record import codec, native
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.file import RingFile
 from sgl_aspects.tracing.record.open_steps import OpenSteps
 from sgl_aspects.tracing.record.recorder import Recorder, SpanWriter, id_source
-from sgl_aspects.tracing.record.slots import Slots
 from sgl_aspects.tracing.records import AttributeValue, Event, SpanType
 
 _pack, _encode, _are_plain = layout.SLOT.pack_into, codec.encode, codec.PLAIN.issuperset
@@ -46,8 +46,8 @@ class RingRecorder(Recorder):
         #: Called with the run folder for each record dropped because the ring was not read.
         self.when_full: Callable[[str], None] | None = None
         self._closed = False
-        #: The compiled path of a decode step takes some, too.
-        self.slots = Slots(self._open_file, self._ring_is_full)
+        #: The free slots, each taken without a lock; the compiled path of a decode step takes some, too.
+        self.slots = native.Slots()
         self._definitions: dict[SpanType | str, int] = {}  # of this process's file
         self._begin()
         weak = weakref.ref(self)
@@ -61,8 +61,9 @@ class RingRecorder(Recorder):
 
     def _begin(self) -> None:
         self.new_id: Callable[[], int] = id_source()
-        self._lock = threading.RLock()  # for opening and defining only
+        self._lock = threading.RLock()  # for opening, defining and room only; a signal handler may record
         self._file: RingFile | None = None
+        self._no_slots()
         self._open_steps(OpenSteps.in_memory(self._control))
         self._definitions.clear()
 
@@ -73,7 +74,6 @@ class RingRecorder(Recorder):
             words = self.steps.words
             level, wanted, sample = words[layout.WORD_LEVEL : layout.WORD_SAMPLE + 1].tolist()
             self._control = level & LEVEL_MASK, wanted, sample
-        self.slots.forget()
         self._begin()
         if file is not None:
             file.close()
@@ -89,6 +89,39 @@ class RingRecorder(Recorder):
     def open(self) -> bool:
         """Make this process a writer of the run; False if the run has ended."""
         return self._open_file() is not None
+
+    def _no_slots(self) -> None:
+        """Hand out no slots any more; a record that is just being written still goes to its slot."""
+        self._last = 0
+        self.slots.hand_out(1, 0, b"", 0)
+
+    def make_room(self) -> bool:
+        """Return whether slots are free again, because the collector has moved on; if not, count a lost
+        record.
+        """
+        file = self._open_file()
+        if file is None:
+            return False
+        with self._lock:
+            if operator.length_hint(self.slots):
+                return True  # another thread was faster
+            free = file.words[layout.WORD_TAKEN] + file.slots
+            if free > self._last:
+                place = (self._last + 1) % file.slots
+                # Up to the file's last slot: offsets are contiguous until there.
+                first, self._last = self._last + 1, self._last + min(free - self._last, file.slots - place)
+                offset = layout.SLOTS_OFFSET + place * layout.SLOT_BYTES
+                self.slots.hand_out(first, self._last, file.memory, offset)
+                return True
+            self._drop()
+        self._ring_is_full()
+        return False
+
+    def _drop(self) -> None:
+        """Count a record that is lost."""
+        with self._lock:
+            if self._file is not None:
+                self._file.words[layout.WORD_DROPPED] += 1
 
     def _ring_is_full(self) -> None:
         # A collector that cannot start removes the run. Finding no slot costs each step tens of microseconds.
@@ -152,21 +185,21 @@ class RingRecorder(Recorder):
         try:
             number, memory, offset = self.slots.take()
         except StopIteration:
-            return self.slots.make_room() and self._put(record)
+            return self.make_room() and self._put(record)
         _pack(memory, offset, layout.KIND_RECORD, 0, 1, size, crc32(data), number, data, number)
         return True
 
     def _put_in_parts(self, data: bytes) -> bool:
         pieces = [data[at : at + layout.PART_BYTES] for at in range(0, len(data), layout.PART_BYTES)]
         if len(pieces) > layout.MOST_PARTS:
-            self.slots.drop()
+            self._drop()
             return False
         head, first, part = (len(pieces), len(data), crc32(data)), 0, 0
         while part < len(pieces):
             try:
                 number, memory, offset = self.slots.take()
             except StopIteration:
-                if not self.slots.make_room():
+                if not self.make_room():
                     return False
                 continue
             first = first or number
@@ -192,7 +225,7 @@ class RingRecorder(Recorder):
             if what not in self._definitions and file is not None:
                 number = file.define(codec.definition(what))
                 if number is None:
-                    self.slots.drop()
+                    self._drop()
                     return 0
                 self._definitions[what] = number
             return self._definitions.get(what, 0)
@@ -206,7 +239,7 @@ class RingRecorder(Recorder):
         try:
             number, memory, offset = self.slots.take()
         except StopIteration:
-            if self.slots.make_room():
+            if self.make_room():
                 self.end_step(steps, block)
                 return
         else:
@@ -228,7 +261,7 @@ class RingRecorder(Recorder):
         """Close the file. ``detaches``: the process goes on untraced, so its open spans have not failed."""
         with self._lock:
             self._closed = True
-            self.slots.close()
+            self._no_slots()
             file, self._file = self._file, None
             if file is not None:
                 # Another thread may be packing now: the memory is released with its last reference.
