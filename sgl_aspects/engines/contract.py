@@ -23,6 +23,9 @@ from sgl_aspects.errors import ConfigError
 ROLES: Mapping[str, tuple[str, ...]] = {
     # A request, in the process of its caller.
     "describe_server": ("description",),
+    # A call of a gRPC server: ASGI's scope of the same over HTTP; after an exception, HTTP's status.
+    "answer_rpc": ("scope", "status"),
+    "answer_embedding_rpc": ("scope", "status"),
     "serve_request": ("manager", "http"),
     "serve_pooling": ("manager",),
     "serve_search": ("manager", "request"),  # a request that the engine answers by many of its own

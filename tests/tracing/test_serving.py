@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from http import HTTPStatus
 from time import monotonic_ns
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,10 +18,12 @@ from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.lifecycle.calls import Call
 from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange
+from sgl_aspects.tracing.observers.exchanged import RpcObserver
 from sgl_aspects.tracing.observers.serving import ServingObserver
 from sgl_aspects.tracing.options import DEFAULTS
 from sgl_aspects.tracing.records import RequestBegin
 from sgl_aspects.tracing.schema import DETOKENIZE, REQUEST
+from tests.support.callers import parent, trace_id
 from tests.support.joined import Joined
 from tests.support.memory_recorder import Memory
 from tests.support.stepping import Loop
@@ -170,6 +173,60 @@ def test_a_refusal_over_http2_or_grpc_has_the_status_of_its_answer(
     found["serve_request"].exit(token, None, error)
     (root,) = recorder.ended
     assert (root.error, root.values[-1]) == (type(error).__name__, status)
+
+
+@pytest.mark.parametrize(
+    ("role", "code", "error", "reaches_engine", "seen"),
+    [
+        ("answer_rpc", None, None, True, ("", None)),
+        ("answer_rpc", None, asyncio.CancelledError(), True, ("CancelledError", None)),
+        ("answer_rpc", "INVALID_ARGUMENT", ValueError(), True, ("ValueError", 400)),
+        ("answer_rpc", "INVALID_ARGUMENT", ValueError(), False, ("400", 400)),
+        ("answer_embedding_rpc", "UNAVAILABLE", ValueError(), False, ("503", 503)),
+        ("answer_rpc", None, RuntimeError(), False, ("500", 500)),
+    ],
+)
+def test_a_call_of_a_grpc_server_has_its_callers_trace_and_the_status_of_its_answer(
+    role: str,
+    code: str | None,
+    error: Any,
+    reaches_engine: bool,
+    seen: tuple[str, int | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM drops its callers' headers, and its servicer refuses calls before there is a request."""
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", ModuleType("async_llm"))
+    recorder = Memory()
+    trackers = Trackers.of(VLLM, recorder, DEFAULTS)
+    observers = RpcObserver(trackers), ServingObserver(trackers)
+    found = {each.role: each for observer in observers for each in observer.observations()}
+    metadata = [*parent(3).items(), ("key-bin", b"\xff")]
+    call = SimpleNamespace(
+        invocation_metadata=lambda: metadata, code=lambda: code and SimpleNamespace(name=code)
+    )
+    rpc = found[role].enter((object(), object(), call), {})
+    if reaches_engine:
+        request = SimpleNamespace(
+            request_id="r",
+            external_req_id="r",
+            sampling_params=SimpleNamespace(n=1, output_kind=None),
+            pooling_params=None,
+            lora_request=None,
+            priority=0,
+            trace_headers=None,
+        )
+        llm = SimpleNamespace(model_config=SimpleNamespace(served_model_name="mini"), vllm_config=None)
+        serving = found["serve_request"].enter((llm,), {})
+        found["receive_request"].exit(found["receive_request"].enter((request,), {}), None, None)
+        found["serve_request"].exit(serving, None, error)
+    found[role].exit(rpc, None, error)
+    (begun,) = (event for event in recorder.events if isinstance(event, RequestBegin))
+    (root,) = recorder.ended
+    assert f"{begun.trace_id:032x}" == trace_id(3)
+    assert begun.name == ("embeddings" if "embedding" in role else "text_completion") + (
+        " mini" * reaches_engine
+    )
+    assert (root.error, root.values[-1]) == seen
 
 
 def test_a_request_that_its_scheduler_refuses_has_the_status_of_the_answer() -> None:

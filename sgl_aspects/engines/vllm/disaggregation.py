@@ -23,7 +23,10 @@ _TRANSFER, _FAILED = "kv_transfer", "kv_transfer_failed"
 
 #: Roles of this integration's own observers.
 ROLES = {
-    "begin_transfer": Role((f"{_CONNECTOR}.update_state_after_alloc",), ("_", "req:request")),
+    "begin_transfer": Role(
+        (f"{_CONNECTOR}.update_state_after_alloc",),
+        ("connector:self", "req:request", "_", "tokens:num_external_tokens"),
+    ),
     "end_transfers": Role(
         (f"{_SCHEDULER}._update_from_kv_xfer_finished",), ("scheduler:self", "ended:kv_connector_output")
     ),
@@ -72,16 +75,25 @@ def description(settings: Any) -> dict[str, Any]:
     return found
 
 
+def _size(connector: Any, tokens: int) -> int | None:
+    """Return the bytes of these tokens' keys and values on one rank; None where layers differ in kind."""
+    config = getattr(connector, "_kv_cache_config", None)
+    if config is None or len(config.kv_cache_groups) != 1:
+        return None
+    of_block = sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
+    return int(of_block * tokens // config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
 class Transfers:
     """Reports the transfers of one scheduler's requests to the tracker, before and after their own work.
 
-    ``seen``: requests that a connector has just seen, and when.
+    ``seen``: requests that a connector has just seen, when, and how many bytes it will bring.
     """
 
-    def __init__(self, trackers: Lifecycle, seen: dict[str, tuple[Any, int]]) -> None:
+    def __init__(self, trackers: Lifecycle, seen: dict[str, tuple[Any, int, int | None]]) -> None:
         self._requests = trackers.requests
         call = trackers.engine.call_reader
-        self._begun = call("begin_transfer", "req")
+        self._begun = [call("begin_transfer", each) for each in ("req", "connector", "tokens")]
         self._scheduler, self._ended = call("end_transfers", "scheduler"), call("end_transfers", "ended")
         self._freed = call("free_blocks", "req")
         self.seen = seen
@@ -95,9 +107,11 @@ class Transfers:
 
     def begin(self) -> None:
         """After scheduling: begin the transfers of waiting requests, at the time the connector saw them."""
-        for rid, (request, seen_ns) in self.seen.items():
+        for rid, (request, seen_ns, size) in self.seen.items():
             if request.status.name == "WAITING_FOR_REMOTE_KVS":
                 self._requests.enter(rid, _TRANSFER, now=seen_ns)
+                if tracked := self._requests.requests.get(rid):
+                    tracked.values = None, size
         self.seen.clear()
 
     def prefills(self, request: Any) -> None:
@@ -107,8 +121,8 @@ class Transfers:
             tracked.after_prefill = _TRANSFER
 
     def _see(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        request = self._begun(args, kwargs)
-        self.seen.setdefault(request.request_id, (request, monotonic_ns()))
+        request, connector, tokens = (read(args, kwargs) for read in self._begun)
+        self.seen.setdefault(request.request_id, (request, monotonic_ns(), _size(connector, tokens)))
 
     def _end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         failed = getattr(self._scheduler(args, kwargs), "failed_recving_kv_req_ids", ())

@@ -53,7 +53,27 @@ def front_end(scheduler: Any) -> Any:
     return SimpleNamespace(vllm_config=settings, model_config=settings.model_config)
 
 
+# gRPC's status codes by which the servicer refuses a request, and HTTP's.
+_STATUSES = {"INVALID_ARGUMENT": 400, "NOT_FOUND": 404, "RESOURCE_EXHAUSTED": 429, "UNAVAILABLE": 503}
+
+
+def _answers_rpc(name: str, path: str) -> Role:
+    call = parameter(2, "context")
+
+    def scope(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> dict[str, Any]:
+        pairs = call(args, kwargs).invocation_metadata()
+        return {"path": path, "headers": [(k.encode(), v.encode()) for k, v in pairs if isinstance(v, str)]}
+
+    def status(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
+        return _STATUSES.get(getattr(call(args, kwargs).code(), "name", ""), 500)
+
+    target = f"smg_grpc_servicer.vllm.servicer:VllmEngineServicer.{name}"
+    return Role((target,), reads={"scope": scope, "status": status})
+
+
 ROLES = {
+    "answer_rpc": _answers_rpc("Generate", "/generate"),
+    "answer_embedding_rpc": _answers_rpc("Embed", "/embed"),
     "describe_server": Role(("vllm.v1.engine.async_llm:AsyncLLM.__init__",), reads=_describes(description)),
     "describe_scheduler": Role(("vllm.v1.core.sched.scheduler:Scheduler.__init__",), reads=_describes(_core)),
     "describe_worker": Role(("vllm.v1.worker.**:GPUModelRunner.__init__",), reads=_describes(_worker)),

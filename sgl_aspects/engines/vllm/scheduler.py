@@ -23,8 +23,8 @@ class Scheduled:
         self._begun: dict[str, None] = {}
         self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._transfers: Transfers | None = None
-        #: Requests that a connector has seen since the latest batch, and when.
-        self.seen: dict[str, tuple[Any, int]] = {}
+        #: Requests that a connector has seen since the latest batch, when, and the bytes that it will bring.
+        self.seen: dict[str, tuple[Any, int, int | None]] = {}
 
     def observations(self, trackers: Lifecycle) -> Iterable[Observation]:
         self._begun.clear()

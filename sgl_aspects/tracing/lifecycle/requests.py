@@ -255,7 +255,10 @@ class RequestTracker:
         phase, key, start_ns = request.phase, request.key, request.phase_ns
         if phase:
             request.phase = ""
-            values = request.values or values or _NOT_KNOWN[phase]
+            own = request.values
+            if own[:1] == (None,):  # its finish reason, which is known now
+                own = *(values[:1] or own[:1]), *own[1:]
+            values = own or values or _NOT_KNOWN[phase]
             self._writers[phase](request.phase_id, key, key, start_ns, max(start_ns, now), values, problem)
 
 

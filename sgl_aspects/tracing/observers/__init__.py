@@ -22,7 +22,7 @@ from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.detail import DetailObserver
 from sgl_aspects.tracing.observers.detokenizing import DetokenizerObserver
 from sgl_aspects.tracing.observers.draft import DraftObserver
-from sgl_aspects.tracing.observers.exchanged import HTTP_ROLES, ExchangeObserver
+from sgl_aspects.tracing.observers.exchanged import HTTP_ROLES, ExchangeObserver, RpcObserver
 from sgl_aspects.tracing.observers.forward import ForwardObserver
 from sgl_aspects.tracing.observers.process import PreparationObserver, ProcessObserver
 from sgl_aspects.tracing.observers.profile import ProfileObserver
@@ -183,7 +183,8 @@ def _advices(
 def _observations(trackers: Trackers) -> Iterator[Observation]:
     engine = trackers.engine
     # Where one function does both, a request's last output is detokenized before it ends.
-    callers = (CallingObserver,) if _is_called(engine) else (DetokenizerObserver, ServingObserver)
+    answers = DetokenizerObserver, RpcObserver, ServingObserver
+    callers = (CallingObserver,) if _is_called(engine) else answers
     for make in (*callers, *_OBSERVERS):
         yield from make(trackers).observations()
     if engine.observers is not None:

@@ -7,8 +7,8 @@ ms late, which their clients saw as time to first token. The kernel has the arri
 A request rejected before it reaches the engine (an invalid field, an unknown model) has only this side: a
 span that ends with the status of the response.
 
-Works with uvicorn, whatever engine it serves; under another server a request has no exchange, and the
-engine's times are used.
+Works with uvicorn, whatever engine it serves, and with a gRPC server whose functions an engine's room names;
+under another server a request has no exchange, and the engine's times are used.
 """
 
 from __future__ import annotations
@@ -83,11 +83,10 @@ class ExchangeObserver:
         exchange, cycle = token
         open_exchanges.pop(id(exchange.scope), None)
         if not exchange.is_over:
-            self._end(exchange, cycle)
+            self._end(exchange, cycle.response_complete and not cycle.disconnected)
 
-    def _end(self, exchange: Exchange, cycle: Any) -> None:
-        exchange.is_over = True
-        exchange.is_whole = cycle.response_complete and not cycle.disconnected
+    def _end(self, exchange: Exchange, is_whole: bool) -> None:
+        exchange.is_over, exchange.is_whole = True, is_whole
         for end in exchange.at_end:
             end()
         if exchange.status >= 400 and not exchange.is_taken:
@@ -116,7 +115,7 @@ class ExchangeObserver:
     def _respond_exit(self, ending: Any, result: Any, error: BaseException | None) -> None:
         """End with the last part: what the application does after its response is none of the request's."""
         if ending is not None and ending[1].response_complete:
-            self._end(*ending)
+            self._end(ending[0], not ending[1].disconnected)
 
     def _unread_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Exchange | None, int]:
         return current_exchange.get(), monotonic_ns()
@@ -135,6 +134,34 @@ class ExchangeObserver:
         if operation is not None and trackers is not None and trackers.recorder.level:
             headers = exchange.headers if self._takes_context else None
             trackers.calls.refuse(exchange, operation, headers)
+
+
+class RpcObserver(ExchangeObserver):
+    """Likewise for the calls of an engine's gRPC server."""
+
+    def __init__(self, trackers: Trackers) -> None:
+        super().__init__([trackers], trackers.options)
+        self._read = trackers.engine.call_reader
+
+    def observations(self) -> list[Observation]:
+        return [self._observation(role) for role in ("answer_rpc", "answer_embedding_rpc")]
+
+    def _observation(self, role: str) -> Observation:
+        scope, status = self._read(role, "scope"), self._read(role, "status")
+
+        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Exchange, Any, Any]:
+            exchange = Exchange(scope(args, kwargs), monotonic_ns())
+            current_exchange.set(exchange)
+            return exchange, args, kwargs
+
+        def leave(token: tuple[Exchange, Any, Any], result: Any, error: BaseException | None) -> None:
+            current_exchange.set(None)
+            exchange, args, kwargs = token
+            if isinstance(error, Exception):  # its caller is not gone
+                exchange.status = status(args, kwargs)
+            self._end(exchange, error is None)
+
+        return Observation(role, enter, leave)
 
 
 def _is_loaded(engine: Engine) -> bool:

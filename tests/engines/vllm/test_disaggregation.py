@@ -82,6 +82,14 @@ class FakeScheduler:
         self.failed_recving_kv_req_ids: set[str] = set()
         self.trackers.requests.queued("r")
 
+    def has_caches(self, *kinds: Any) -> None:
+        """Ten blocks, in two tensors; it is its connector, too."""
+        groups = [SimpleNamespace(kv_cache_spec=each) for each in kinds]
+        tensors = [SimpleNamespace(size=size) for size in (1000, 600)]
+        self._kv_cache_config = SimpleNamespace(
+            kv_cache_groups=groups, kv_cache_tensors=tensors, num_blocks=10
+        )
+
     def call(self, role: str, *args: Any) -> None:
         enter = self._observed[role].enter
         assert enter is not None
@@ -111,6 +119,7 @@ class FakeScheduler:
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_a_decode_server_waits_for_keys_and_values(has_failed: bool) -> None:
     server = FakeScheduler(do_remote_prefill=True, remote_request_id="x")
+    server.has_caches(SimpleNamespace(block_size=2))
     server.call("begin_transfer", server.request, None, 4)
     server.schedule("WAITING_FOR_REMOTE_KVS")
     assert [name for name, _ in server.spans] == ["queue"]
@@ -127,6 +136,28 @@ def test_a_decode_server_waits_for_keys_and_values(has_failed: bool) -> None:
         ("prefill", ""),
         ("decode", ""),
     ]
+    (transfer,) = server.memory.named("kv_transfer")
+    assert transfer.values == (None, 2 * (100 + 60))
+
+
+def test_bytes_of_layers_of_several_kinds_are_not_known() -> None:
+    server = FakeScheduler()
+    server.has_caches(*[SimpleNamespace(block_size=2)] * 2)
+    server.call("begin_transfer", server.request, None, 4)
+    server.schedule("WAITING_FOR_REMOTE_KVS")
+    server.call("end_transfers", SimpleNamespace(finished_recving={"r"}, finished_sending=None))
+    (transfer,) = server.memory.named("kv_transfer")
+    assert transfer.values == (None, None)
+
+
+def test_a_request_that_is_aborted_while_it_waits_keeps_reason_and_bytes() -> None:
+    server = FakeScheduler()
+    server.has_caches(SimpleNamespace(block_size=2))
+    server.call("begin_transfer", server.request, None, 2)
+    server.schedule("WAITING_FOR_REMOTE_KVS")
+    server.trackers.requests.finished("r", 0, "abort")
+    (transfer,) = server.memory.named("kv_transfer")
+    assert transfer.values == ("abort", 160)
 
 
 def test_keys_and_values_that_are_there_at_once_are_not_waited_for() -> None:

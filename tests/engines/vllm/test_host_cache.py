@@ -71,6 +71,7 @@ def test_what_is_loaded_was_written_back(tmp_path: Path) -> None:
     assert load.parent_id in steps
     (wait,) = (span for span in traces[trace_id(AGAIN)] if span.name == "kv_transfer")
     assert wait.start < load.start < load.end < wait.end
+    assert wait.attributes["sgl_aspects.kv_transfer.bytes"] == load.attributes["sgl_aspects.kv.bytes"]
 
 
 def test_the_simple_connector_moves_blocks() -> None:
