@@ -112,16 +112,6 @@ def test_a_request_that_was_never_sent_is_passed_over(receiver: Receiver) -> Non
     assert [span.trace_id for span in receiver.named("decode")] == [f"{0x77:032x}"]
 
 
-def test_unsampled_requests_are_counted_and_not_exported(receiver: Receiver) -> None:
-    with attach(endpoint=receiver.endpoint) as session:
-        end = begin(session, "r1", TraceContext(0x1, 0x2, False))
-        run_scheduler(session, ["r1"])
-        end()
-    assert {span.name for span in receiver.spans} == {"scheduler.step"}
-    assert all(not span.links for span in receiver.spans)
-    assert session.close().not_sampled == 3
-
-
 def test_a_killed_scheduler_loses_no_finished_span(receiver: Receiver) -> None:
     with attach(endpoint=receiver.endpoint) as session:
         end = begin(session, "r1")

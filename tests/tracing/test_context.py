@@ -59,13 +59,6 @@ def test_headers_go_before_the_current_span() -> None:
         assert found.trace_id == int(TRACE, 16)
 
 
-def test_without_either_the_trace_is_new_each_time() -> None:
-    first, second = context.of_request({}), context.of_request(None)
-    assert first.trace_id != second.trace_id
-    assert first.parent_id == 0
-    assert first.sampled
-
-
 def test_reading_contexts_loads_no_opentelemetry() -> None:
     code = (
         "import sys; from sgl_aspects.tracing import attach, context; context.of_request({});"

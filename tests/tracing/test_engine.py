@@ -22,7 +22,7 @@ from sgl_aspects.tracing import TraceSummary, attach
 from sgl_aspects.tracing.schema import DETAILS
 from tests.support import workers
 from tests.support.forked_schedulers import ForkedContext
-from tests.support.otlp_receiver import Receiver, Span, grpc_receiver
+from tests.support.otlp_receiver import Receiver, Span
 from tests.support.phases import engine_receiver
 from tests.support.processes import python, without_room
 from tests.support.sessions import read_file
@@ -313,24 +313,6 @@ def test_no_prompt_and_no_answer_is_recorded(run: Run) -> None:
     assert SECRET not in text
     assert "together together" not in text
     assert "xxxx" not in text
-
-
-@pytest.mark.usefixtures("forked_scheduler")
-@pytest.mark.parametrize(
-    ("level", "names"),
-    [(1, {COMPLETION} | CHILDREN), (3, {COMPLETION, "load_model"} | CHILDREN | STEPS | {"forward"})],
-)
-def test_levels_over_grpc(model: Path, monkeypatch: pytest.MonkeyPatch, level: int, names: set[str]) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-    with grpc_receiver() as receiver:
-        with (
-            attach(level=level, endpoint=receiver.endpoint),
-            Engine(model_path=model, max_total_tokens=256) as engine,
-        ):
-            engine.generate("hello", tokens(3), external_trace_header=parent())
-        assert {span.name for span in receiver.spans} - {"capture_graphs"} == names
-        (root,) = receiver.named(COMPLETION)
-        assert (root.trace_id, root.parent_id) == (TRACE, CALLER)
 
 
 SERVE = """

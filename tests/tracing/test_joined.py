@@ -338,17 +338,6 @@ def num_read(folder: str) -> int:
     return sum(reader.taken > 0 for reader in readers)
 
 
-def test_a_service_that_was_named_keeps_its_name(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "host.name=elsewhere")
-    with attach(endpoint=receiver.endpoint) as session:
-        session.recorder.write(ProcessDescribed({"service.name": "mini", "sgl_aspects.rank": "tp0"}))
-        begin(session, "r")()
-    (span,) = receiver.spans
-    names = [span.resource[name] for name in ("service.name", "host.name", "sgl_aspects.rank")]
-    assert names == ["ours", "elsewhere", "tp0"]
-
-
 @pytest.mark.parametrize(("status", "is_error"), [(400, False), (404, False), (503, True), (None, True)])
 def test_a_callers_mistake_is_not_an_error_of_the_server(
     receiver: Receiver, status: int | None, is_error: bool

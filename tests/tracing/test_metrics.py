@@ -367,15 +367,6 @@ def steps_in(folder: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("port", [0, 70000, -1])
-def test_a_port_that_is_none_is_an_error(port: int) -> None:
-    with pytest.raises(ConfigError, match="from 1 to 65535"):
-        attach(exporters=["console"], prometheus=port)
-    ran = command("run", "--prometheus", str(port), "--", "true")
-    assert ran.returncode != 0
-    assert "from 1 to 65535" in ran.stderr
-
-
 def test_metrics_without_traces(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setenv("SGL_ASPECTS_TRACE", "1")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")

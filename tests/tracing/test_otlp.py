@@ -237,15 +237,6 @@ def test_a_collector_that_is_terminated_before_it_has_begun() -> None:
         assert len(receiver.spans) == 3
 
 
-def test_the_metrics_console_is_the_engine_s_output(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "console")
-    with http_receiver() as receiver:
-        run_of_three(receiver.endpoint)
-    assert "gen_ai.server.request.duration" in capfd.readouterr().out
-
-
 def test_a_backend_that_hangs_costs_other_metric_exporters_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

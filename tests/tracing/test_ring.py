@@ -137,22 +137,6 @@ def test_a_run_that_has_gone_is_recorded_until_the_ring_is_full(tmp_path: Path) 
     assert not recorder.open()
 
 
-def test_a_new_collector_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
-    recorder = RingRecorder(str(tmp_path))
-    for number in range(700):
-        recorder.spans(PLAIN)(number + 1, 1, 1, 1, 2, [number])
-    first = RunReader(str(tmp_path))
-    before = [record for _, record in poll(first)]  # not all of it
-    assert 0 < len(before) < 700
-    second = RunReader(str(tmp_path))
-    after = read_all(second)
-    ids = [record.span_id for record in [*before, *after] if isinstance(record, SpanEnd)]
-    assert ids == list(range(1, 701))
-    recorder.close()
-    first.close()
-    second.close()
-
-
 def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every span that was finished, and each once; none that was not, and none in pieces."""
     monkeypatch.setattr(ring_format, "SLOTS", 1 << 13)
@@ -353,17 +337,6 @@ def test_an_id_used_again_at_once_by_a_later_process(tmp_path: Path, monkeypatch
         recorder.close()
     reader.close()
     assert [span.parent.span_id for span in joiner.spans if span.name == "queue"] == roots
-
-
-def test_attributes_of_a_request_without_a_value_are_left_out(tmp_path: Path) -> None:
-    recorder = RingRecorder(str(tmp_path))
-    recorder.write(RequestBegin(9, "r", 5, *TraceContext(1), "chat m", {"a": None, "b": ("c", 0)}))  # type: ignore[dict-item]
-    reader = RunReader(str(tmp_path))
-    (begun,) = read_all(reader)
-    assert isinstance(begun, RequestBegin)
-    assert begun.attributes == {"b": ["c", 0]}
-    recorder.close()
-    reader.close()
 
 
 @pytest.mark.parametrize(

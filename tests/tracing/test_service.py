@@ -54,10 +54,11 @@ def test_a_service_that_the_user_named_keeps_its_name(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "host.name=elsewhere")
     answer(receiver, SGLANG, sglang_manager("decode"))
     (span,) = receiver.spans
-    assert span.resource["service.name"] == "ours"
-    assert span.resource["sgl_aspects.disaggregation.mode"] == "decode"
+    names = ("service.name", "host.name", "sgl_aspects.disaggregation.mode")
+    assert [span.resource[name] for name in names] == ["ours", "elsewhere", "decode"]
 
 
 def answer(receiver: Receiver, engine: Engine, manager: Any) -> None:

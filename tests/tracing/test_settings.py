@@ -32,6 +32,7 @@ from tests.support.distributions import install
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost:4318", "http://localhost:4318"),
         ("OTEL_SDK_DISABLED", "perhaps", "true, false"),
         ("SGL_ASPECTS_TRACE_FLUSH_SECONDS", "-1", "from 0 to 3600"),
+        ("OTEL_EXPORTER_PROMETHEUS_PORT", "0", "from 1 to 65535"),
         ("SGL_ASPECTS_TRACE_FILE", "/nowhere/at/all.json", "writable folder"),
         *(("SGL_ASPECTS_TRACE_KEEP_SLOWER_THAN", each, "from 0 up") for each in ("-1", "soon", "inf", "nan")),
         ("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "perhaps", "span_only"),

@@ -244,8 +244,7 @@ class Decoder:
         if names is None:
             names = [self._text(key) if key.__class__ is int else encodable(str(key)) for key in keys]
             self._names[keys] = names
-        found = zip(names, attributes.values())
-        return {name: value for name, value in found if value is not None}
+        return dict(zip(names, attributes.values()))
 
     def _group(self, key: int, links: tuple[int, ...]) -> None:
         _check(key, *links)
