@@ -7,21 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SpanExporter, SpanExportResult
 
 from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.collect.run_reader import Deliveries
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.export.pipelines import Pipeline, close_all
 from sgl_aspects.tracing.export.span import ReadableExporter
 from tests.support.distributions import install
 from tests.support.otlp_receiver import Receiver, backend, grpc_receiver, http_receiver, spans_of
-from tests.support.processes import peak_megabytes
+from tests.support.processes import peak_megabytes, wait_until
 from tests.support.sessions import begin, collected
 
 pytestmark = pytest.mark.usefixtures("forked_collectors")
@@ -105,6 +107,33 @@ def test_a_slow_exporter_is_waited_for_as_long_as_it_delivers(monkeypatch: pytes
         pipeline.offer([collected(number + 2)])
     close_all([pipeline], 0.9)
     assert (pipeline.exported, pipeline.not_delivered) == (5, 0)
+
+
+def test_records_may_be_overwritten_once_each_exporter_has_their_spans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = threading.Event()
+
+    class Held(SpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            return SpanExportResult.SUCCESS if opened.wait(60) else SpanExportResult.FAILURE
+
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    exporters = ConsoleSpanExporter(out=StringIO()), Held()
+    pipelines = [Pipeline(type(each).__name__, ReadableExporter(each)) for each in exporters]
+    deliveries = Deliveries(pipelines)
+    for number in (1, 2):
+        for pipeline in pipelines:
+            pipeline.offer([collected(number + 1)])
+        deliveries.pass_ended({"ring": number})
+    wait_until(lambda: pipelines[0].done == 2)
+    deliveries.pass_ended({"ring": 3})
+    assert deliveries.positions == {}
+    opened.set()
+    wait_until(lambda: pipelines[1].done == 2)
+    deliveries.pass_ended({"ring": 4})
+    assert deliveries.positions == {"ring": 3}
+    close_all(pipelines, 5)
 
 
 def test_spans_with_many_links_are_sent_in_smaller_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import random
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -316,15 +316,23 @@ _VALUES = st.recursive(
 )
 
 
-def decoded(content: bytes) -> tuple[list[Any], int]:
-    """Decode it from as many slots as it takes."""
+def decoded(content: bytes, without: Sequence[int] = ()) -> tuple[list[Any], int]:
+    """Decode it from as many slots as it takes, ``without`` those of some parts."""
     size = ring_format.PART_BYTES
     parts = [content[at : at + size] for at in range(0, len(content), size)]
     data = bytearray(len(parts) * ring_format.SLOT_BYTES)
     for number, part in enumerate(parts):
         head = ring_format.KIND_RECORD, number, len(parts), len(content), crc32(content), 1
         ring_format.SLOT.pack_into(data, number * ring_format.SLOT_BYTES, *head, part, 1)
-    return Decoder(lambda: b"", 0).decode(bytes(data), range(0, len(data), ring_format.SLOT_BYTES))
+    there = [number * ring_format.SLOT_BYTES for number in range(len(parts)) if number not in without]
+    return Decoder(lambda: b"", 0).decode(bytes(data), there)
+
+
+@pytest.mark.parametrize(("missing", "damaged"), [([0], 2), ([1], 1), ([0, 1], 1)])
+def test_a_part_that_is_missing_makes_those_after_it_damaged(missing: list[int], damaged: int) -> None:
+    record = encode(("process", {"value": "x" * 2 * ring_format.PART_BYTES}))
+    assert decoded(record)[1] == 0
+    assert decoded(record, missing) == ([], damaged)
 
 
 def _damaged(value: Any, place: int, byte: int) -> bytes:
