@@ -182,11 +182,13 @@ def check_otlp(signal: str, protocol: str, endpoint: str | None) -> None:
 
 
 def unreachable(endpoint: str) -> OSError | None:
-    """Return why nothing can be reached at the endpoint; None where something listens, or a proxy is used."""
+    """Return why nothing can be reached at the endpoint; None where something listens, or a proxy is used, or
+    it is no host and port, as gRPC's ``unix:PATH``.
+    """
     parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
     try:
-        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-        if not getproxies() or proxy_bypass(host):
+        host, port = parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+        if host and port and (not getproxies() or proxy_bypass(host)):
             socket.create_connection((host, port), _PROBE_SECONDS).close()
     except OSError as error:
         return error

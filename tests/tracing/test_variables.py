@@ -15,7 +15,7 @@ from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.export.failures import FirstFailure
 from sgl_aspects.tracing.session import attach_from_environment
 from sgl_aspects.tracing.settings import TraceSettings
-from sgl_aspects.tracing.variables import SpanLimits, normalise, secrets, without_secrets
+from sgl_aspects.tracing.variables import SpanLimits, normalise, secrets, unreachable, without_secrets
 from tests.support.processes import command, output_of, python
 from tests.support.tls_files import make_certificate
 
@@ -94,6 +94,11 @@ def test_an_endpoint_that_none_can_reach(
 def test_endpoints_that_are_right(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
     assert TraceSettings.from_environment().endpoint == endpoint.strip()
+
+
+@pytest.mark.parametrize("endpoint", ["unix:///nowhere", "unix:/nowhere", "dns:///nowhere:4317"])
+def test_an_address_that_only_grpc_can_open_is_not_called_unreachable(endpoint: str) -> None:
+    assert unreachable(endpoint) is None
 
 
 @pytest.mark.parametrize(
