@@ -68,9 +68,9 @@ DELIVERS = "return SpanExportResult.SUCCESS"
             0,
             "(theirs:Exporter of theirs) cannot be made: ZeroDivisionError: division",
         ),
-        ("pass", "raise GeneratorExit", "pass", 0, "GeneratorExit"),
+        ("pass", "raise GeneratorExit", "pass", 0, "The exporter theirs failed: GeneratorExit"),
         ("pass", "return None", "pass", 0, "NOT delivered"),
-        ("pass", DELIVERS, "1 / 0", 1, "ZeroDivisionError"),
+        ("pass", DELIVERS, "1 / 0", 1, "theirs failed as it was shut down: ZeroDivisionError"),
     ],
 )
 def test_a_package_s_exporter_that_fails_costs_the_others_nothing(

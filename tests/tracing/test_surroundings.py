@@ -99,6 +99,19 @@ def test_without_shared_memory_the_run_is_elsewhere(tmp_path: Path, monkeypatch:
     assert os.stat(folder).st_mode & 0o777 == 0o700
 
 
+def test_a_folder_whose_name_is_not_utf8_may_hold_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / os.fsdecode(b"caf\xe9")
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(("/dev", "/run")))
+    with attach(file=str(tmp_path / "spans")) as session:
+        begin(session, "r")()
+    assert Path(session.run_folder).parent == place
+    assert session.close().exported == {"otlp-json-file": 1}
+
+
 @pytest.mark.parametrize("lacks", ["f_bavail", "f_favail"])
 def test_where_shared_memory_is_full_the_run_is_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str

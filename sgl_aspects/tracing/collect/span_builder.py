@@ -69,7 +69,8 @@ def engine_resource(folder: str) -> RunResource:
         attributes[SERVICE_NAME] = "sgl-aspects"
     host = attributes.setdefault(_HOST_NAME, encodable(socket.gethostname()))
     if _INSTANCE not in named:
-        attributes[_INSTANCE] = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{host}{os.path.abspath(folder)}"))
+        place = encodable(f"{host}{os.path.abspath(folder)}")
+        attributes[_INSTANCE] = str(uuid.uuid5(uuid.NAMESPACE_URL, place))
     return RunResource(attributes, found.schema_url, frozenset(named))
 
 

@@ -96,7 +96,7 @@ class Pipeline:
         try:
             result = self._exporter.export(batch)
         except BaseException:  # any error: the thread goes on
-            logger.exception("An exporter failed:")
+            logger.exception("The exporter %s failed:", self.name)
         self._last_failed = result is not SpanExportResult.SUCCESS
         rejected = len(batch) if self._last_failed else min(self._take_rejected(), len(batch))
         self._failed += rejected
@@ -126,7 +126,7 @@ class Pipeline:
             try:
                 self._exporter.shutdown()
             except Exception:
-                logger.exception("An exporter failed as it was shut down.")
+                logger.exception("The exporter %s failed as it was shut down:", self.name)
 
     @property
     def done(self) -> int:
