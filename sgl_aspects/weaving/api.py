@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from sgl_aspects.errors import AspectsError, HookError
+from sgl_aspects.weaving.attributes import is_same
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State, innermost_first
 from sgl_aspects.weaving.joinpoints import JoinPoint
 from sgl_aspects.weaving.machine import Weaver
@@ -291,14 +292,9 @@ class HookRegistry:
             advice
             for advice in cls._advices
             if advice.hook_type is hook_type
-            and _same_hook(advice.hook, hook)
+            and is_same(advice.hook, hook)
             and _dotted(advice.target) == names
         ]
-
-
-def _same_hook(one: Any, other: Any) -> bool:
-    """Compare by identity, but bound methods by equality: each access creates a new object."""
-    return one is other or (type(one) in (types.MethodType, types.BuiltinMethodType) and bool(one == other))
 
 
 def _dotted(target: Target) -> list[str]:

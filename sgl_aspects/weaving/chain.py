@@ -59,7 +59,8 @@ def calls_original(caller: Hook) -> Hook:
     """Mark ``caller``, a bound method or function: rebinding does not change its references."""
     _callers[id(caller)] = caller
     if type(caller) is not types.MethodType:  # a method has the attributes of its function, a hook
-        for container in (caller.__dict__, *(getattr(caller, "__closure__", None) or ())):
+        closure = getattr(caller, "__closure__", None) or ()
+        for container in (caller.__dict__, getattr(caller, "args", caller), *closure):  # a partial has `args`
             _callers[id(container)] = caller
     return caller
 

@@ -37,6 +37,7 @@ from sgl_aspects.weaving.attributes import (
     inherited,
     is_a,
     is_class,
+    is_same,
     namespace,
     with_subclasses,
 )
@@ -113,9 +114,9 @@ class Slot:
     def _stand(self, occupants: dict[str, Any]) -> None:
         owner, name = self._place.owner, self._place.name
         inherits = self._place.inherited
-        rebound = {} if inherits and not occupants else self._rebound_parts()
-        parts = OwnDict(rebound, **occupants)
         place = self._place._replace(raw=self.original)
+        rebound = {} if inherits else self._rebound_parts()
+        parts = OwnDict(_inherited_parts(place) if inherits and occupants else rebound, **occupants)
         wanted = rebuild(place, parts, self.origin if rebound else None) if parts else self.original
         present = current(owner, name)
         if self.superseded or present is not self.expected:
@@ -283,6 +284,18 @@ def _next_in_line(place: AttributeReference, captured: Callable[..., Any]) -> Ca
     return _following(captured, called)
 
 
+def _inherited_parts(place: AttributeReference) -> dict[str, Any]:
+    """Return functions that call what a property inherits, by part: a hook on one leaves the others there."""
+    if not is_a(place.raw, property):
+        return {}
+    held = {part: getattr(place.raw, part) for part in PROPERTY_PARTS}
+    return {
+        part: _next_in_line(place._replace(part=part), function)
+        for part, function in held.items()
+        if function is not None
+    }
+
+
 def _following(captured: Callable[..., Any], called: Callable[..., Any]) -> Callable[..., Any]:
     return calls_original(functools.update_wrapper(called, captured))
 
@@ -420,7 +433,7 @@ def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
 
 def _with_functions(descriptor: Any, origin: Any, functions: list[Any]) -> Any:
     for known in (descriptor, origin):
-        if all(getattr(known, part) is one for part, one in zip(_parts_of(known), functions)):
+        if all(is_same(getattr(known, part), one) for part, one in zip(_parts_of(known), functions)):
             return known
     anew = _rebuilt(descriptor, *functions)
     _note_origin(anew, origin)

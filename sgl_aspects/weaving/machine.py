@@ -51,7 +51,6 @@ from sgl_aspects.weaving.attributes import (
     derives,
     find,
     holds,
-    is_a,
     is_class,
     namespace,
     resolve,
@@ -61,7 +60,7 @@ from sgl_aspects.weaving.attributes import (
 from sgl_aspects.weaving.chain import Compiler
 from sgl_aspects.weaving.changes import Changes
 from sgl_aspects.weaving.hooks import LOST, Advice, HookType, State, stop_without
-from sgl_aspects.weaving.joinpoints import UNKNOWN, JoinPoint, JoinPoints
+from sgl_aspects.weaving.joinpoints import JoinPoint, JoinPoints
 from sgl_aspects.weaving.modules import (
     LazyAttributes,
     ModuleIndex,
@@ -375,8 +374,6 @@ class Weaver:
         if self._just_run is not None and any(count > 0 for counts in extra.values() for count in counts):
             gc.collect(1)  # of what its module has made, some is garbage, which would go at any moment
             extra = {point: point.extra for point in points}
-        if any(point.place.inherited and is_a(point.original, property) for point in points):
-            extra = dict.fromkeys(points, UNKNOWN)  # the new property will refer to functions of the base's
         before = OwnDict((point, point.standing) for point in points)
         for point in points:
             self._points.forget_objects(point)

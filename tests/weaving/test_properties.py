@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import sgl_aspects as aspects
-from tests.support.woven_modules import Watch, around, fixture_of, hooked, module_of
+from sgl_aspects import HookType
+from tests.support.woven_modules import Watch, advice, around, fixture_of, hooked, module_of
 
 PROPERTY_OF_A_SUBCLASS = """
 class Account:
@@ -189,3 +190,32 @@ def test_what_was_hooked_can_be_collected_after_the_removal(targets: list[str]) 
     while gc.collect():
         pass
     assert base() is None
+
+
+INHERITED_TWICE = """
+calls = []
+class Base:
+    @property
+    def p(self): return "p"
+    @p.setter
+    def p(self, value): calls.append(value)
+class Middle(Base): pass
+class Sub(Middle): pass
+"""
+
+
+@pytest.mark.parametrize("is_batch", [True, False])
+def test_hooks_on_other_parts_of_a_property_that_is_inherited_twice_run(is_batch: bool) -> None:
+    with module_of(INHERITED_TWICE) as module:
+        seen: list[str] = []
+        hooks = [
+            advice("engine:Sub.p", HookType.BEFORE, lambda *args: seen.append("Sub.p")),
+            advice("engine:Middle.p.fset", HookType.BEFORE, lambda *args: seen.append("Middle.p.fset")),
+        ]
+        handles = [aspects.weave(*hooks)] if is_batch else [aspects.weave(hook) for hook in hooks]
+        made = module.Sub()
+        made.p = 3
+        assert (made.p, seen, module.calls) == ("p", ["Middle.p.fset", "Sub.p"], [3])
+        for handle in handles:
+            handle.remove()
+        assert {"p"}.isdisjoint([*vars(module.Sub), *vars(module.Middle)])
