@@ -9,6 +9,7 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import sys
 
 
@@ -65,5 +66,9 @@ except SystemExit as stop:
     # A required hook is missing. At this point of its start Python would print a long traceback.
     _say(str(stop))
     os._exit(1)
+except KeyboardInterrupt:
+    # Here Python would print a fatal error of its own: the program ends as Ctrl-C ends any other, later on.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 finally:
     _run_the_other_one()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.distributions import install
 from tests.support.processes import command, output_of, python, wait_until
 
 INTERRUPTED = """
@@ -51,6 +52,23 @@ def test_ctrl_c_ends_a_traced_program_as_any_other(tmp_path: Path, is_traced: bo
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == -signal.SIGINT
+
+
+def test_ctrl_c_while_hooks_are_loaded_ends_the_program_quietly(tmp_path: Path) -> None:
+    (tmp_path / "loading.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
+    install(tmp_path, "loading", "[sgl_aspects.plugins]\nloading = loading:activate\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "sgl_aspects", "run", "--level", "0", "--", sys.executable, "-c", ""],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        assert (process.wait(60), process.stderr.read()) == (-signal.SIGINT, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
