@@ -21,7 +21,7 @@ from sgl_aspects.run.collector import (
     take_run,
 )
 from sgl_aspects.run.control import run_control
-from sgl_aspects.run.folder import hold_run, make_run_folder, remove_run_folder, woven_ns
+from sgl_aspects.run.folder import CLOSING, hold_run, make_run_folder, remove_run_folder, woven_ns
 from tests.support.processes import is_running
 
 
@@ -45,6 +45,14 @@ def test_a_run_whose_collector_is_alive_names_its_process(tmp_path: Path) -> Non
         os.kill(taker, signal.SIGKILL)
         os.waitpid(taker, 0)
         assert state.process_id == taker
+
+
+def test_a_run_that_is_being_closed_takes_no_further_process(tmp_path: Path) -> None:
+    hold = hold_run(str(tmp_path))
+    assert hold is not None
+    (tmp_path / CLOSING).touch()
+    assert hold_run(str(tmp_path)) is None
+    hold.close()
 
 
 KEPT = {"SGL_ASPECTS_TRACE_KEEP": "1"}

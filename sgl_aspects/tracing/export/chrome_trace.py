@@ -145,8 +145,8 @@ class Timeline:
         self, span: ReadableSpan, context: SpanContext, attributes: dict[str, Any], process_id: int
     ) -> Iterator[dict[str, Any]]:
         # A request's span has the request's id; spans below refer to it as their parent.
-        is_root = schema.REQUEST_ID in attributes or span.parent is None
-        span_id = context.span_id if is_root or span.parent is None else span.parent.span_id
+        parent = None if schema.REQUEST_ID in attributes else span.parent
+        span_id = context.span_id if parent is None else parent.span_id
         key = context.trace_id, span_id
         if key not in self._requests:
             self._requests[key] = self._next_track
@@ -160,7 +160,7 @@ class Timeline:
         yield (
             event
             | {"bind_id": hex(span_id & _FLOW_IDS), "flow_out": True}
-            | ({} if is_root else {"flow_in": True})
+            | ({} if parent is None else {"flow_in": True})
         )
 
     def _work_events(
