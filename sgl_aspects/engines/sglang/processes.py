@@ -70,10 +70,13 @@ OWN_ROLES = {
 
 
 def front_end(scheduler: Any) -> Any:
-    """Return what has the attributes of the tokenizer manager if that is not Python; else None."""
-    if getattr(scheduler, "rust_server", None) is None:
-        return None
+    """Return what has the attributes of the tokenizer manager, which a router over gRPC and the front end in
+    Rust do without; else None.
+    """
     server_args = scheduler.server_args
+    is_by_grpc = any(getattr(server_args, name, False) for name in ("smg_grpc_mode", "grpc_mode"))
+    if getattr(scheduler, "rust_server", None) is None and not is_by_grpc:
+        return None
     return SimpleNamespace(
         server_args=server_args, served_model_name=server_args.served_model_name, rid_to_state={}
     )

@@ -103,3 +103,23 @@ def test_acceptance_by_position_is_read_of_how_many_were_right(
     req = SimpleNamespace(spec_verify_ct=3, spec_correct_drafts_histogram=histogram)
     assert read(req) == (9, accepted_at)
     assert read(SimpleNamespace(spec_verify_ct=0)) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "server", "is_seen"),
+    [
+        ({}, None, False),
+        ({"smg_grpc_mode": False, "grpc_mode": False}, None, False),
+        ({"smg_grpc_mode": True}, None, True),
+        ({"grpc_mode": True}, None, True),  # of earlier versions
+        ({}, object(), True),
+    ],
+)
+def test_requests_that_no_tokenizer_manager_receives_are_seen_by_their_scheduler(
+    mode: dict[str, bool], server: Any, is_seen: bool
+) -> None:
+    """A router over gRPC tokenizes and detokenizes itself, as the front end in Rust does."""
+    server_args = SimpleNamespace(served_model_name="mini", **mode)
+    scheduler = SimpleNamespace(server_args=server_args, rust_server=server)
+    front_end = SGLANG.reader("scheduler.front_end")(scheduler)
+    assert (front_end is not None and SGLANG.reader("manager.model")(front_end) == "mini") is is_seen
