@@ -8,7 +8,7 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,7 @@ def _attach(request: Mapping[str, Any]) -> dict[str, Any]:
     advices = [advice for advice in weaver.advices if advice not in before]
     for advice in advices:
         advice.required = False  # a required hook whose target loads later must not end the engine's process
-    hooks = _reports_of(advices)
+    hooks = [hook for advice, hook in zip(weaver.advices, aspects.report().hooks) if advice in advices]
     return {
         "woven": sorted({place for hook in hooks for place in hook.places}),
         "not_woven": sorted({f"{hook.target}: {hook.detail}" for hook in hooks if hook.state in _NOT_WOVEN}),
@@ -91,13 +91,9 @@ def _import_devices() -> None:
     Imported by the engine's thread, they would wait for the weaver's lock as long as this thread weaves.
     """
     if "torch" in sys.modules:
-        from sgl_aspects.engines.device import import_platforms
+        from sgl_aspects.engines.device import platform_of
 
-        import_platforms()
-
-
-def _reports_of(advices: Collection[aspects.Advice]) -> list[aspects.HookReport]:
-    return [hook for advice, hook in zip(weaver.advices, aspects.report().hooks) if advice in advices]
+        platform_of("")  # a device of no platform: all of them are looked at
 
 
 _NOT_WOVEN = (aspects.State.MISSING, aspects.State.FAILED)

@@ -137,13 +137,9 @@ def engine_tree(process_id: int, *, is_wanted: bool = False) -> list[Process]:
             "name a configuration with --config FILE, or add --force"
         )
     descent = _descent(root if is_engine else named, list(processes.values()))
-    if not (found := [one for one in descent if _is_of_engine(one)]):
+    if not (found := [one for one in descent if one.is_python and not one.is_helper]):
         raise AttachError(f"process {process_id} has ended")
     return found
-
-
-def _is_of_engine(process: Process) -> bool:
-    return process.is_python and not process.is_helper
 
 
 def _descent(root: Process, processes: Sequence[Process]) -> list[Process]:

@@ -28,16 +28,6 @@ def platform_of(device: str) -> DeviceMixin | None:
     return _torch_device(device_type)
 
 
-def import_platforms() -> None:
-    """Import the modules that :func:`platform_of` may use."""
-    from sgl_aspects.platforms import torch_device  # noqa: F401
-    from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
-    from sgl_aspects.platforms.discovery import resolve_qualified_name
-
-    for row in BUILTIN_PLATFORMS:
-        resolve_qualified_name(row.class_name)
-
-
 def _torch_device(device_type: str) -> DeviceMixin | None:
     """A device of a third-party extension of torch."""
     import torch

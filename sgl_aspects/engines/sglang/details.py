@@ -15,7 +15,7 @@ _ALLOCATION = ("sglang.srt.mem_cache.allocation", "sglang.srt.mem_cache.common")
 
 
 def _matched(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> int:
-    """Return the length of the key: the argument itself up to 0.5.9, since then an attribute of it."""
+    """Return the length of the key: an attribute of the argument, or the argument itself."""
     given: Any = args[1] if len(args) > 1 else kwargs.get("params", kwargs.get("key"))
     return len(getattr(given, "key", given))
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-#: Operator → the layers that compute it, alternates of different versions together.
-LAYERS: dict[str, tuple[str, ...]] = {
-    "silu_and_mul": ("sglang.srt.layers.activation:SiluAndMul",),
-    "gelu_and_mul": ("sglang.srt.layers.activation:GeluAndMul",),
-    "rms_norm": ("sglang.srt.layers.layernorm:RMSNorm",),
-    "gemma_rms_norm": ("sglang.srt.layers.layernorm:GemmaRMSNorm",),
-    "rotary_embedding": (
-        "sglang.srt.layers.rotary_embedding.base:RotaryEmbedding",  # from 0.5.10
-        "sglang.srt.layers.rotary_embedding:RotaryEmbedding",
-    ),
-    "mrotary_embedding": (
-        "sglang.srt.layers.rotary_embedding.mrope:MRotaryEmbedding",
-        "sglang.srt.layers.rotary_embedding:MRotaryEmbedding",
-    ),
+#: Operator → the layer that computes it.
+LAYERS: dict[str, str] = {
+    "silu_and_mul": "sglang.srt.layers.activation:SiluAndMul",
+    "gelu_and_mul": "sglang.srt.layers.activation:GeluAndMul",
+    "rms_norm": "sglang.srt.layers.layernorm:RMSNorm",
+    "gemma_rms_norm": "sglang.srt.layers.layernorm:GemmaRMSNorm",
+    "rotary_embedding": "sglang.srt.layers.rotary_embedding.base:RotaryEmbedding",
+    "mrotary_embedding": "sglang.srt.layers.rotary_embedding.mrope:MRotaryEmbedding",
 }
 
 #: Operator → functions that compute it.
@@ -26,8 +20,8 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
 
 #: Function of layers.py → the method of SGLang that it replaces. On GPUs a method runs the experts, and the
 #: kernels depend on how their weights were repacked.
-METHODS: dict[str, tuple[str, ...]] = {
-    "fused_moe_method": ("sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod.forward_cuda",)
+METHODS: dict[str, str] = {
+    "fused_moe_method": "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod.forward_cuda"
 }
 #: And the operator that it calls.
 METHOD_OPERATORS = {"fused_moe_method": "fused_moe"}
@@ -42,8 +36,6 @@ REGISTRATIONS = (
 RESOLVERS = (
     "sglang.kernels.fused_op:BaseFusedOp._resolve_forward_method",  # 0.5.20 and later
     "sglang.srt.layers.utils.multi_platform:MultiPlatformOp.dispatch_forward",  # 0.5.10 to 0.5.16
-    "sglang.srt.layers.utils:MultiPlatformOp.dispatch_forward",
-    "sglang.srt.custom_op:CustomOp.dispatch_forward",  # up to 0.5.6
 )
 
 #: The class of the ranks' communication in SGLang.

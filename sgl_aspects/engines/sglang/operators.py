@@ -25,7 +25,7 @@ from sgl_aspects.errors import AspectsError, Stop
 from sgl_aspects.weaving import HookRegistry, HookType, weaver
 
 #: Exactly these classes: a subclass may compute something else.
-_OPERATORS = {target: op_name for op_name, targets in LAYERS.items() for target in targets}
+_OPERATORS = {target: op_name for op_name, target in LAYERS.items()}
 
 _attached = False
 
@@ -36,16 +36,15 @@ def attach() -> None:
     if _attached:
         return
     _attached = True
-    for module in {target.partition(":")[0] for targets in LAYERS.values() for target in targets}:
+    for module in {target.partition(":")[0] for target in LAYERS.values()}:
         weaver.when_loaded(module, _layers_loaded)
     HookRegistry.register(RESOLVERS, _resolved, HookType.AFTER)
     for op_name, targets in FUNCTIONS.items():
         for target in targets:
             HookRegistry.register(target, _function_hook(op_name, op_name), HookType.AROUND)
-    for function, targets in METHODS.items():
-        for target in targets:
-            hook = _function_hook(METHOD_OPERATORS[function], function)
-            HookRegistry.register(target, hook, HookType.AROUND)
+    for function, target in METHODS.items():
+        hook = _function_hook(METHOD_OPERATORS[function], function)
+        HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def _layers_loaded(module: Any) -> None:
@@ -71,19 +70,18 @@ def register_own(key: str) -> None:
     manager = process_manager()
     if manager is None:
         return
-    for op_name, targets in LAYERS.items():
+    for op_name, target in LAYERS.items():
         if any(impl.impl_id == f"oot.{key}.{op_name}" for impl in manager.registry.impls(op_name)):
-            for module in {target.partition(":")[0] for target in targets}:
-                weaver.when_loaded(module, partial(_register_forwards, op_name, key))
+            weaver.when_loaded(target.partition(":")[0], partial(_register_forwards, op_name, key))
 
 
 def _register_forwards(op_name: str, key: str, module: Any = None) -> None:
-    """Register out-of-tree forwards of the operator's layers that are loaded, where SGLang has such."""
-    bases = [_loaded((target,)) for target in REGISTRATIONS]
+    """Register an out-of-tree forward of the operator's layer if it is loaded, where SGLang has such."""
+    bases = [_loaded(target) for target in REGISTRATIONS]
     base = next((base for base in bases if hasattr(base, "register_oot_forward")), None)
-    for layer_class in filter(None, (_loaded((target,)) for target in LAYERS[op_name])):
-        if base is not None:
-            base.register_oot_forward(layer_class, _before(_native, op_name), key)
+    layer_class = _loaded(LAYERS[op_name])
+    if base is not None and layer_class is not None:
+        base.register_oot_forward(layer_class, _before(_native, op_name), key)
 
 
 def _before(own: Callable[..., Any], function: str) -> Callable[..., Any]:
@@ -126,14 +124,10 @@ def _name_of(layer_class: type) -> str:
     return f"{layer_class.__module__}:{layer_class.__qualname__}"
 
 
-def _loaded(targets: tuple[str, ...]) -> Any:
-    """Return the first target that exists, without importing anything."""
-    for target in targets:
-        module_name, _, name = target.partition(":")
-        found = getattr(sys.modules.get(module_name), name, None)
-        if found is not None:
-            return found
-    return None
+def _loaded(target: str) -> Any:
+    """Return the target if it exists, without importing anything."""
+    module_name, _, name = target.partition(":")
+    return getattr(sys.modules.get(module_name), name, None)
 
 
 def _out_of_tree_key() -> str | None:

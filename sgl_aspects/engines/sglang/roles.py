@@ -298,9 +298,7 @@ SGLANG = Engine(
             (f"{_SCHEDULER}.process_batch_result",), ("scheduler:self", "batch", "result"), required=True
         ),
         # Releases the memory of a request that may have ended.
-        "release_request": Role(
-            ("sglang.srt.mem_cache.common:release_kv_cache", f"{details.CACHES}.cache_finished_req"), ("req",)
-        ),
+        "release_request": Role(("sglang.srt.mem_cache.common:release_kv_cache",), ("req",)),
         "forward": Role((f"{_RUNNER}.forward",), ("model_runner:self", "batch:forward_batch"), required=True),
         "sample": Role((f"{_RUNNER}.sample",)),
         # A device graph: captured at the start, replayed for batches that it fits; the others run eagerly. In

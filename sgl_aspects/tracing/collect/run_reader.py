@@ -162,8 +162,7 @@ class Deliveries:
             self._passes.pop()  # nothing came in between
         self._passes.append(_Pass(given, self._read))
         self._read = read
-        while self._passes and self._is_done(self._passes[0]):
+        while self._passes and all(
+            pipeline.done >= given for pipeline, given in zip(self._pipelines, self._passes[0].given)
+        ):
             self.positions = self._passes.popleft().positions
-
-    def _is_done(self, one: _Pass) -> bool:
-        return all(pipeline.done >= given for pipeline, given in zip(self._pipelines, one.given))

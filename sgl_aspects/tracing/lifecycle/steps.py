@@ -49,7 +49,6 @@ class Step(native.Step):
     result: Any
     prefill: Any
     events: Any
-    opened: tuple[int, Fields] | None
     spans: dict[int, Fields]
     drafts: dict[Any, Any] | None
     verified: Any
@@ -57,7 +56,7 @@ class Step(native.Step):
     def __init__(self, steps: OpenSteps, block: int) -> None:
         self.steps, self.words, self.block = steps, steps.words, block
         self.id = self.child = 0
-        self.batch = self.result = self.prefill = self.events = self.opened = None
+        self.batch = self.result = self.prefill = self.events = None
         self.drafts = self.verified = None
         self.is_announced, self.is_recorded = False, True
         self.spans = {}
@@ -243,8 +242,6 @@ class StepTracker(native.Tracker):
     def take(self, batch: Any, result: Any) -> Step | None:
         """Return the step of a result: by the result, or by the batch if a pipeline replaced the result."""
         in_flight = self.in_flight
-        if in_flight and in_flight[0].result is result:
-            return in_flight.pop(0)
         for number, step in enumerate(in_flight):
             if step.result is result:
                 return in_flight.pop(number)
@@ -309,7 +306,7 @@ class StepTracker(native.Tracker):
     def _give_back(self, step: Step) -> None:
         step.batch = step.result = step.prefill = step.events = step.drafts = step.verified = None
         if step.is_announced:
-            step.is_announced, step.opened, step.spans = False, None, {}
+            step.is_announced, step.spans = False, {}
         if step.steps is self.steps and step.is_recorded:
             self.spare.append(step)
 
@@ -374,10 +371,7 @@ class StepTracker(native.Tracker):
         step = self.running
         if step is None or not step.id or threading.get_ident() != self._thread:
             return None
-        opened = step.opened
-        if opened is None or opened[0] != step.child:
-            opened = step.opened = step.child, self._open(step, step.child)
-        return opened[1]
+        return self._open(step, step.child)
 
     def parent_of_detail(self) -> tuple[int, int]:
         """Return the running step and its open span; zeros outside a step."""

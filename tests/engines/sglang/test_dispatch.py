@@ -41,7 +41,7 @@ class BaseFusedOp(torch.nn.Module):
 """
 OLDER = """
 import torch
-class CustomOp(torch.nn.Module):
+class MultiPlatformOp(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self._forward_method = self.dispatch_forward()
@@ -97,9 +97,9 @@ def register(registry):
 
 @pytest.fixture
 def sglang(tmp_path: Path) -> Path:
-    for package in ("sglang", "sglang/srt", "sglang/srt/layers", "sglang/kernels", "sglang/srt/platforms"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
+    for package in ("", "srt", "srt/layers", "srt/layers/utils", "kernels", "srt/platforms"):
+        (tmp_path / "sglang" / package).mkdir()
+        (tmp_path / "sglang" / package / "__init__.py").touch()
     (tmp_path / "vendors" / "acme").mkdir(parents=True)
     (tmp_path / "vendors" / "acme" / "__init__.py").write_text(VENDOR)
     return tmp_path
@@ -113,8 +113,8 @@ def run(
         (sglang / "sglang/kernels/fused_op.py").write_text(NEWER)
         layers = LAYERS.format(base_module="sglang.kernels.fused_op", base="BaseFusedOp")
     else:
-        (sglang / "sglang/srt/custom_op.py").write_text(OLDER)
-        layers = LAYERS.format(base_module="sglang.srt.custom_op", base="CustomOp")
+        (sglang / "sglang/srt/layers/utils/multi_platform.py").write_text(OLDER)
+        layers = LAYERS.format(base_module="sglang.srt.layers.utils.multi_platform", base="MultiPlatformOp")
     (sglang / "sglang/srt/layers/activation.py").write_text(layers)
     environment = {
         **os.environ,

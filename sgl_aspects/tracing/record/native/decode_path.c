@@ -99,7 +99,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *steps, *words, *batch, *result, *prefill, *events, *opened, *spans, *drafts, *verified;
+    PyObject *steps, *words, *batch, *result, *prefill, *events, *spans, *drafts, *verified;
     unsigned long long id;
     Py_ssize_t block, child;
     char is_announced, is_recorded;
@@ -366,11 +366,11 @@ COLLECTED(Slots, mapped, 1)
 
 static PyMemberDef Step_members[] = {
     OBJECT(Step, steps), OBJECT(Step, words), OBJECT(Step, batch), OBJECT(Step, result),
-    OBJECT(Step, prefill), OBJECT(Step, events), OBJECT(Step, opened), OBJECT(Step, spans),
+    OBJECT(Step, prefill), OBJECT(Step, events), OBJECT(Step, spans),
     OBJECT(Step, drafts), OBJECT(Step, verified), NUMBER(Step, id), SIZE(Step, block), SIZE(Step, child),
     FLAG(Step, is_announced), FLAG(Step, is_recorded), END};
 static PyMethodDef Step_methods[] = {{NULL, NULL, 0, NULL}};
-COLLECTED(Step, steps, 10)
+COLLECTED(Step, steps, 9)
 
 static PyMemberDef Tracker_members[] = {
     OBJECT(Tracker, steps), OBJECT(Tracker, running), OBJECT(Tracker, in_flight), OBJECT(Tracker, late),
@@ -886,7 +886,6 @@ write_step(Slots *slots, Tracker *tracker, Step *step)
         if (spans == NULL)
             return 0;
         step->is_announced = 0;
-        Py_CLEAR(step->opened);
         replace(&step->spans, spans);
         Py_DECREF(spans);
     }
