@@ -303,7 +303,8 @@ class _Collected:
     def __init__(self, pairs: Iterable[Pair], remade: Callable[[Any, Any], None]) -> None:
         self._remade = remade
         self.pairs: dict[int, list[Pair]] = {}
-        for pair in pairs:
+        # First those of subclasses and instances: the others concern every method.
+        for pair in sorted(pairs, key=lambda pair: pair.only_bound_to is None):
             self.pairs.setdefault(id(pair.old), []).append(pair)
         self._referrer = 0  # the id of the one that is changed: it may be excluded from some pairs
         self.stale: list[Stale] = []

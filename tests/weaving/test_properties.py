@@ -156,6 +156,19 @@ def test_a_bound_method_has_the_hooks_on_its_instance_that_are_enabled_after_tho
     assert (len(of_instance.entered), len(of_class.entered)) == (1, 1)
 
 
+def test_a_bound_method_has_the_hooks_on_its_subclass_and_another_name_of_it_woven_at_once(
+    family: Any,
+) -> None:
+    family.alias, kept = family.Base.m, [family.Sub().m]
+    function = kept[0].__func__
+    of_class, of_alias = Watch(), Watch()
+    handle = aspects.weave(of_alias.on("engine:alias"), of_class.on("engine:Sub.m"))
+    kept[0]()
+    assert (len(of_class.entered), len(of_alias.entered)) == (1, 1)
+    handle.remove()
+    assert kept[0].__func__ is function
+
+
 def test_a_bound_method_has_its_own_function_back_when_both_hooks_are_removed_at_once(family: Any) -> None:
     function = family.kept.__func__
     aspects.weave(around("engine:Base.m"), around("engine:made.m")).remove()
