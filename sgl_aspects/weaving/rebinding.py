@@ -393,7 +393,7 @@ class _Collected:
         function, subject = self._new(method.__func__, method.__self__), method.__self__
         if function is not method.__func__:
             return [Pair(method, types.MethodType(function, subject), exclude=kept)]
-        self._report([subject], f"the bound method {method.__func__.__qualname__}")
+        self._report([subject], f"the bound method {describe(method.__func__).partition(':')[2]}")
         return []
 
     # -- old objects ------------------------------------------------------------------------------------

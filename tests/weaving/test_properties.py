@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import itertools
+import types
 import weakref
 from typing import Any
 
@@ -232,3 +234,10 @@ def test_hooks_on_other_parts_of_a_property_that_is_inherited_twice_run(is_batch
         for handle in handles:
             handle.remove()
         assert {"p"}.isdisjoint([*vars(module.Sub), *vars(module.Middle)])
+
+
+def test_a_method_without_a_name_that_is_bound_to_a_hooked_function_is_named(family: Any) -> None:
+    kept = types.MethodType(functools.partial(print), family.Base.m)
+    with aspects.woven(around("engine:Base.m")):
+        assert [stale.holder for stale in aspects.report().stale] == ["the bound method partial"]
+    assert kept.__self__ is family.Base.m
