@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from sgl_aspects.engines import SGLANG, VLLM, Engine, Role
 from sgl_aspects.run.control import write_asked
 from sgl_aspects.run.requests import Request
-from sgl_aspects.tracing import observers
+from sgl_aspects.tracing import observers, schema
 from sgl_aspects.tracing.collect.run_reader import RunReader
+from sgl_aspects.tracing.export.metrics import EngineMetrics
 from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.observers.draft import DraftObserver
 from sgl_aspects.tracing.observers.forward import ForwardObserver
@@ -26,7 +30,7 @@ from sgl_aspects.tracing.options import DEFAULTS
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.recorder import Recorder
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
-from sgl_aspects.tracing.records import SpanEnd
+from sgl_aspects.tracing.records import SpanEnd, SpanType
 from sgl_aspects.tracing.schema import ACCEPTED_AT, ACCEPTED_TOKENS, BATCH_TOKENS, DRAFTED_TOKENS
 from tests.support.memory_recorder import Memory
 from tests.support.rings import read_all
@@ -202,3 +206,40 @@ def test_drafts_of_a_preempted_request_are_counted_in_the_phase_in_which_they_we
     assert [each[DRAFTED_TOKENS] for each in values] == [9, 6]
     assert [each[ACCEPTED_AT] for each in values] == [[3, 1], [2, 1, 1]]
     assert [each[ACCEPTED_TOKENS] for each in values] == [4, 4]
+
+
+@pytest.mark.parametrize("value", [None, "x", -1, 1 << 63, 1 << 70, 1e300, float("nan"), True, [1], {}])
+def test_a_value_that_is_no_count_costs_the_metrics_it_alone(
+    value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They come from engines: raised in the collector, or at the export, an error would end the others."""
+    reader = InMemoryMetricReader()
+    metrics = EngineMetrics(MeterProvider([reader]).get_meter("test"))
+
+    def ended(name: str, **values: Any) -> SpanEnd:
+        attributes = {str(getattr(schema, key)): values[key] for key in values}
+        return SpanEnd(
+            SpanType(name, dict.fromkeys(attributes, object)), 1, 1, 0, 1, 2, [*attributes.values()]
+        )
+
+    metrics.step_ended("one", 1, ended("scheduler.step", QUEUE_RUNNING=value, QUEUE_WAITING=7))
+    metrics.step_ended(
+        "one",
+        1,
+        ended("scheduler.step", QUEUE_RUNNING=value, QUEUE_WAITING=7, MODE="decode", BATCH_TOKENS=value),
+    )
+    metrics.decode_ended(ended("decode", DRAFTED_TOKENS=4, ACCEPTED_TOKENS=value, ACCEPTED_AT=[2, 1]))
+    metrics.decode_ended(ended("decode", DRAFTED_TOKENS=value, ACCEPTED_TOKENS=3, ACCEPTED_AT=[2, 1]))
+    metrics.decode_ended(ended("decode", DRAFTED_TOKENS=4, ACCEPTED_TOKENS=3, ACCEPTED_AT=[2, value]))
+    data = reader.get_metrics_data()
+    assert data is not None
+    encode_metrics(data).SerializeToString()
+    found = {
+        metric.name: metric.data.data_points for metric in data.resource_metrics[0].scope_metrics[0].metrics
+    }
+    counts = {name: [getattr(point, "value", 1) for point in points] for name, points in found.items()}
+    assert counts[schema.QUEUE_WAITING] == [7]
+    assert counts[schema.ACCEPTED_TOKENS] == [2]
+    assert schema.QUEUE_RUNNING not in counts
+    assert schema.STEP_TOKENS not in counts
+    assert caplog.records == []

@@ -150,11 +150,16 @@ class EngineMetrics:
     def decode_ended(self, end: SpanEnd) -> None:
         """Count the drafts of a decode phase, if its engine speculates."""
         values = dict(zip(end.type.attributes, end.values))
-        drafted, accepted = values.get(schema.DRAFTED_TOKENS), values.get(schema.ACCEPTED_TOKENS)
-        if isinstance(drafted, int) and isinstance(accepted, int):
-            self._counters[schema.DRAFTED_TOKENS].add(drafted, ())
-            found: Any = values.get(schema.ACCEPTED_AT)
-            for position, count in enumerate(found if isinstance(found, list) else [accepted]):
+        drafted, accepted = (
+            _number(values, name) for name in (schema.DRAFTED_TOKENS, schema.ACCEPTED_TOKENS)
+        )
+        if drafted is None or accepted is None:
+            return
+        self._counters[schema.DRAFTED_TOKENS].add(drafted, ())
+        found: Any = values.get(schema.ACCEPTED_AT)
+        counts = dict(enumerate(found if isinstance(found, list) else [accepted]))
+        for position in counts:
+            if (count := _number(counts, position)) is not None:
                 self._counters[schema.ACCEPTED_TOKENS].add(count, ((schema.POSITION, str(position)),))
 
     def request_ended(self, begin: RequestBegin, end: SpanEnd, first_token_ns: int) -> None:
@@ -283,7 +288,7 @@ def _context_of(trace_id: int, span_id: int) -> Context:
     return set_span_in_context(NonRecordingSpan(span), Context())
 
 
-def _number(values: Mapping[str, Any], name: str) -> float | None:
+def _number(values: Mapping[Any, Any], name: object) -> float | None:
     """Return a number that a counter accepts; None for an absent or damaged one."""
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1 << 63:
