@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ import torch
 import sgl_aspects as aspects
 from sgl_aspects.engines import BUILT_IN, VLLM, Engine, Role
 from sgl_aspects.engines.base import AttributeReader, CallReader
-from sgl_aspects.engines.contract import ATTRIBUTES, ROLES
+from sgl_aspects.engines.contract import ATTRIBUTES, ROLES, Observation
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import observers
 from sgl_aspects.tracing.lifecycle import Trackers
@@ -168,3 +171,33 @@ def test_a_replay_is_seen_of_an_engine_that_came_on_the_path_after_the_weaving(
     forward.worker.flush()
     (span,) = recorder.named("forward")
     assert span.values[-1] == "replayed"
+
+
+def test_a_pass_that_begins_while_another_thread_weaves_does_not_weave_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+    faults: list[str] = []
+
+    class Watching(Observation):
+        def bound_to(self, function: Callable[..., Any]) -> Observation:
+            """Called as it is woven, when the engine's thread goes on."""
+            threads.append(threading.Thread(target=woven.set_level, args=(3, True)))
+            threads[-1].start()
+            threads[-1].join(timeout=1)  # one that waits for the weaver does not end before
+            return self
+
+    engine = dataclasses.replace(VLLM, roles={"forward": Role(("hare_now:run",))})
+    woven = observers.WovenLevels(engine, [Watching("forward", lambda args, kwargs: None)])
+    module = ModuleType("hare_now")
+    module.run = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hare_now", module)
+    monkeypatch.setattr(threading, "excepthook", lambda args: faults.append(str(args.exc_value)))
+    try:
+        woven.set_level(3)
+        for thread in threads:
+            thread.join()
+        assert len(threads) == 1
+        assert faults == []
+    finally:
+        woven.remove()

@@ -8,6 +8,7 @@ arguments and results; a role that the engine lacks is not watched.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -102,6 +103,8 @@ class WovenLevels:
         self._advices: dict[tuple[int, str], list[aspects.Advice]] = {}
         self._missing: set[str] = set()
         self._woven: set[tuple[int, str]] = set()
+        self._asked = 0, False  # what set_level() was called with last
+        self._changing = threading.Lock()
         roles = engine.every_role
         for one in observations:
             if one.role in roles:
@@ -111,14 +114,25 @@ class WovenLevels:
     def set_level(self, level: int, has_passes: bool = False) -> None:
         """Weave the observations of ``level``, and remove those above it: each in one search of the heap.
 
-        ``has_passes``: the passes of this process's steps run in it.
+        ``has_passes``: the passes of this process's steps run in it. While another thread weaves, as one that
+        attaches does, that one goes on with this level: the engine's does not wait.
         """
+        self._asked = level, has_passes
+        while self._wanted() != self._woven and self._changing.acquire(blocking=False):
+            try:
+                wanted = self._wanted()
+                self._change(wanted - self._woven, aspects.weave)
+                self._change(self._woven - wanted, _remove)
+                self._woven = wanted
+            finally:
+                self._changing.release()
+
+    def _wanted(self) -> set[tuple[int, str]]:
+        level, has_passes = self._asked
         wanted = {own for own in self._advices if own[0] <= max(level, _ALWAYS) and is_at_hand(own[1])}
         if level < 3 and has_passes:
             wanted.discard((WITHOUT_STEPS, ""))
-        self._change(wanted - self._woven, aspects.weave)
-        self._change(self._woven - wanted, _remove)
-        self._woven = wanted
+        return wanted
 
     def weave(self, observation: Observation) -> Callable[[], None]:
         """Weave one more observation, whatever the level; return a function that removes it."""
@@ -148,8 +162,9 @@ class WovenLevels:
         Observers refer to this object and their hooks to them: without hooks here all of them are freed at
         once, also in an engine whose garbage collector does not look at objects as old as these.
         """
-        self._change(self._woven, _remove)
-        self._woven, self._advices = set(), {}
+        with self._changing:
+            self._change(self._woven, _remove)
+            self._woven, self._advices = set(), {}
 
 
 def _remove(*advices: aspects.Advice) -> None:
