@@ -99,10 +99,10 @@ class RingRecorder(Recorder):
         """Return whether slots are free again, because the collector has moved on; if not, count a lost
         record.
         """
-        file = self._open_file()
-        if file is None:
-            return False
-        with self._lock:
+        with self._lock:  # also for the file: another thread may be closing it
+            file = self._open_file()
+            if file is None:
+                return False
             if operator.length_hint(self.slots):
                 return True  # another thread was faster
             free = file.words[layout.WORD_TAKEN] + file.slots
