@@ -136,6 +136,11 @@ class CollectorProcess:
     """
 
     def __init__(self, folder: str, environment: Mapping[str, str], prints: bool) -> None:
+        if getattr(sys, "frozen", False):  # it would start itself, without end
+            raise ConfigError(
+                f"the trace collector needs a Python interpreter, and {sys.executable} is a frozen program; "
+                "set SGL_ASPECTS_RECORDER=sdk, which records without a collector"
+            )
         self._folder = folder
         report, report_writer = os.pipe()
         self._report = OwnDescriptor(report)

@@ -194,6 +194,16 @@ def test_attaching_without_a_forkable_collector_is_an_error(
     assert current() is None
 
 
+def test_a_frozen_program_does_not_start_itself_as_its_collector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "program"))
+    with pytest.raises(ConfigError, match=r"program is a frozen program.*SGL_ASPECTS_RECORDER=sdk"):
+        attach(file=str(tmp_path / "spans"))
+    assert current() is None
+
+
 def test_an_engine_whose_run_folder_cannot_be_written_runs_untraced(tmp_path: Path) -> None:
     make_llama(tmp_path / "model")
     script = f"""
