@@ -9,6 +9,7 @@ happens.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import logging
@@ -22,10 +23,10 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from sgl_aspects import env
-from sgl_aspects.errors import ConfigError
+from sgl_aspects.errors import AttachError, ConfigError
 from sgl_aspects.files import read_small, write_private
 from sgl_aspects.run import prepared
-from sgl_aspects.run.requests import ask, prepared_process
+from sgl_aspects.run.requests import Prepared, ask, prepared_processes
 from sgl_aspects.weaving import HookReport, HookSource, HookType, Report, Stale, State
 from sgl_aspects.weaving import report as current_report
 
@@ -142,15 +143,27 @@ def read_all(folder: str | Path) -> Iterator[ProcessReport]:
             f"{folder} holds no reports; make them with: sgl-aspects run --report {folder} -- COMMAND"
         )
     known = {int(file.name.split("-")[0]) for file in files if file.name.split("-")[0].isdecimal()}
-    living = [one for process in sorted(known) if (one := prepared_process(process, os.geteuid()))]
+    living: list[Prepared] = []
+    with contextlib.suppress(AttachError):  # a forked child has no file before it ends, or is asked
+        everyone = prepared_processes(Path(prepared.folder_of(os.geteuid())))
+        living = [each for each in everyone if not known.isdisjoint(_lineage(each.process_id))]
     for one, answer in zip(living, ask(living, f"{__name__}:answer", {}, _ANSWER_SECONDS)):
         if "error" in answer:
             logger.warning("process %d: its latest report is shown: %s", one.process_id, answer["error"])
-    for file in files:
+    for file in sorted(Path(folder).glob(f"*{SUFFIX}")):
         try:
             yield _checked(_decoded(json.loads(read_small(file, _LONGEST))))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{file} is not a report of this version: {error!r}; delete it") from error
+
+
+def _lineage(process_id: int) -> Iterator[int]:
+    """Yield the process, its parent, and so on."""
+    with contextlib.suppress(OSError, ValueError):
+        while process_id:
+            yield process_id
+            status = Path(f"/proc/{process_id}/stat").read_bytes()
+            process_id = int(status.rpartition(b")")[2].split()[1])
 
 
 def _decoded(values: dict[str, Any]) -> ProcessReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects.cli.main import main
-from sgl_aspects.run.process_reports import ProcessReport
+from sgl_aspects.run.process_reports import ProcessReport, read_all
 
 
 def test_a_report_has_no_option_of_the_command(tmp_path: Path) -> None:
@@ -81,3 +82,36 @@ def test_a_report_of_any_size_is_not_read_whole(tmp_path: Path, capsys: pytest.C
     os.truncate(file, 100 << 30)
     assert main(["hooks", "--from", str(tmp_path)]) == 2
     assert f"{file} is not a report of this version" in capsys.readouterr().err
+
+
+_FORKS = """
+import os, time
+import victim
+if not os.fork():
+    victim.used()
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+os.wait()
+"""
+
+
+def test_a_forked_child_that_lives_is_asked_for_its_report(tmp_path: Path) -> None:
+    """As a pre-forking server's workers: they call what is hooked, and a signal ends them."""
+    (tmp_path / "hook.toml").write_text(
+        '[[hook]]\ntarget = "victim:used"\nhook = "victim:passes_on"\ntype = "around"\n'
+    )
+    (tmp_path / "victim.py").write_text("def used(): pass\ndef passes_on(original_fn): original_fn()\n")
+    run = [sys.executable, "-m", "sgl_aspects", "run", "--level", "0", "--report", "reports"]
+    program = ["--config", "hook.toml", "--", sys.executable, "-c", _FORKS]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(
+        [*run, *program], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            calls = {one.process_id: one.report.hooks[0].calls for one in read_all(tmp_path / "reports")}
+        finally:
+            os.kill(child, signal.SIGKILL)
+    assert calls == {process.pid: 0, child: 1}
+    assert {one.process_id for one in read_all(tmp_path / "reports")} == {process.pid, child}
