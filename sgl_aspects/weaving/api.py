@@ -90,7 +90,9 @@ def observe(
     """
     if enter is None and exit is None:
         return _decorator(HookType.OBSERVE, targets, {"order": order, "required": required})
-    pair = types.SimpleNamespace(enter=enter, exit=exit)
+    shown = exit if enter is None else enter
+    names = {name: getattr(shown, name) for name in ("__module__", "__qualname__") if hasattr(shown, name)}
+    pair = types.SimpleNamespace(enter=enter, exit=exit, **names)
     return Advice(Target.parse(targets), HookType.OBSERVE, pair, order, required=required)
 
 

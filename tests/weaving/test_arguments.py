@@ -241,6 +241,7 @@ def test_a_half_that_raises_is_contained(engine: Any) -> None:
     with aspects.woven(enter, leave):
         assert engine.f(1) == (1, 2, 3, {})
     assert (enter.errors, leave.errors) == (1, 1)
+    assert enter.name == leave.name == f"{__name__}.{fail.__qualname__}"
 
 
 # -- async hooks that are not awaited ---------------------------------------------------------------------
