@@ -14,6 +14,7 @@ import torch
 
 from sgl_aspects.errors import OperatorError, OperatorSignatureError, UnsupportedCallError
 from sgl_aspects.platforms import current_platform
+from sgl_aspects.platforms.answers import answer_of
 from sgl_aspects.runtime.dispatch.selection import Selection
 from sgl_aspects.runtime.dispatch.types import ImplKind, OpImpl
 
@@ -155,7 +156,8 @@ def _who_ran(error: Exception, selection: Selection) -> OpImpl:
 
 def _usual_keys() -> list[Key]:
     try:
-        devices = [current_platform.get_device(number) for number in range(current_platform.device_count())]
+        numbers = range(current_platform.device_count())
+        devices = [answer_of(torch.device, current_platform.get_device, number) for number in numbers]
     except NotImplementedError:  # a platform under construction: its first calls choose
         return []
     return [(dtype, device) for device in devices for dtype in _USUAL_DTYPES]

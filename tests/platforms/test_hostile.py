@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import ConfigError, EngineError, PlatformError, PlatformTypeError
@@ -15,6 +16,7 @@ from sgl_aspects.platforms import PlatformCapabilities, current_platform, set_cu
 from sgl_aspects.runtime import Engine
 from sgl_aspects.runtime.attention.torch_native import TorchNativeBackend
 from sgl_aspects.runtime.communicator import make_communicator
+from sgl_aspects.runtime.dispatch import ImplKind, OpImpl, get_manager, reset_manager
 from sgl_aspects.runtime.dispatch.configuration import find_platform_file
 from sgl_aspects.runtime.execution.model_runner import ModelRunner
 from sgl_aspects.runtime.server_args import ServerArgs, with_platform_defaults
@@ -230,6 +232,24 @@ def test_a_method_that_ends_the_process_is_an_error_that_names_it(
     choose(monkeypatch, **{method: fails})
     with pytest.raises(PlatformError, match=rf"Hostile\.{method}\(\) failed: (PanicException|SystemExit): "):
         ModelRunner(ServerArgs(model, max_total_tokens=512))
+
+
+def test_it_is_named_too_while_operators_are_chosen_anew_by_their_tensors(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = get_manager()
+
+    def register(self: Any) -> None:
+        manager.site("linear")
+        impl = OpImpl(
+            "linear", "of.float", ImplKind.DEFAULT, F.linear, supported_dtypes=frozenset({torch.float32})
+        )
+        manager.registry.register(impl, replace=True)
+
+    choose(monkeypatch, init_backend=register, get_device=exits)
+    with pytest.raises(PlatformError, match=r"Hostile\.get_device\(\) failed: SystemExit: 3"):
+        ModelRunner(ServerArgs(model, max_total_tokens=512))
+    reset_manager()
 
 
 def test_events_and_communicators_are_checked_before_they_are_needed(
