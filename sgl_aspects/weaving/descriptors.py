@@ -69,7 +69,7 @@ class Slot:
 
     :ivar occupants: the woven callables that are installed, by part; a class as "".
     :ivar origin: what the original was remade from by rebinding; the original itself if it was not.
-    :ivar superseded: the module's code ran again, and another join point has the attribute now.
+    :ivar superseded: the class's module ran again, and another join point has the attribute now.
     """
 
     __slots__ = ("_place", "occupants", "origin", "original", "standing", "superseded")
@@ -96,7 +96,7 @@ class Slot:
         if type(content) is types.FunctionType:
             return content, called, WovenFunction(content)
         woven = WovenProxy(content, called, str(place), _binding_of(content))
-        if isinstance(content, wrapt.BaseObjectProxy):
+        if isinstance(content, (wrapt.BaseObjectProxy, types.MethodType)):
             called = passing_on(woven.function, called)
         return content, called, woven
 

@@ -155,7 +155,8 @@ class FunctionJoinPoint(JoinPoint):
     @property
     def known_by(self) -> tuple[Any, ...]:
         callable_ = (self.function if self.installed else self.inner,) if self._is_shared else ()
-        return (*super().known_by, *callable_)
+        bound = (self.original,) if type(self.original) is types.MethodType else ()
+        return (*super().known_by, *callable_, *bound)
 
     @property
     def _is_shared(self) -> bool:
@@ -421,8 +422,8 @@ class JoinPoints:
         place, slot = self._beneath(place)
         point = ClassJoinPoint(place, slot) if is_class(place.raw) else FunctionJoinPoint(place, slot)
         point.add(advice)
-        for below in self.at(place):
-            below.slot.superseded = True
+        for below in self.at(place):  # both may have installed the same class
+            below.slot.superseded = is_class(place.raw)
         self._points[point] = None
         self._at.setdefault(place.key, []).append(point)
         for seen in point.known_by:
@@ -461,6 +462,9 @@ class JoinPoints:
             self._by_object[id(new)] = point
             if point.slot.occupants:
                 forget_origin(new)  # the slot knows its original
+        elif point is not None and point.original is old:  # a bound method, below its proxy
+            point.inner = point.slot.original = point.function.__wrapped__ = new
+            self._by_object[id(new)] = point
 
     def displaced(self) -> list[JoinPoint]:
         """Return the points that another patch covers."""

@@ -301,6 +301,20 @@ def test_a_wrapper_below_a_hook_may_be_removed_by_its_owner(engine: Any) -> None
     assert engine.f is original
 
 
+def test_a_patch_between_two_hooks_on_an_inherited_method_is_undone_before_them(engine: Any) -> None:
+    def patch(self: Any) -> str:
+        return "patched"
+
+    first = aspects.weave(around("engine:Sub.m", hooked))
+    with unittest.mock.patch.object(engine.Sub, "m", patch):
+        second = aspects.weave(around("engine:Sub.m", hooked))
+        assert engine.Sub().m() == ("hooked", "patched")
+    assert engine.Sub().m() == ("hooked", ("m", 1))
+    second.remove()
+    first.remove()
+    assert "m" not in vars(engine.Sub)
+
+
 def test_a_hook_made_within_a_transient_wrapper_does_not_keep_it(engine: Any) -> None:
     original, handles = engine.f, []
 

@@ -177,6 +177,22 @@ def test_a_bound_method_has_its_own_function_back_when_both_hooks_are_removed_at
     assert family.kept.__func__ is function
 
 
+@pytest.mark.parametrize("removal", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("targets", [("engine:kept", "engine:Base.m"), ("engine:Base.m", "engine:kept")])
+def test_a_bound_method_that_is_hooked_itself_has_the_hooks_on_its_function_too(
+    family: Any, targets: tuple[str, ...], removal: tuple[int, ...]
+) -> None:
+    function, watches = family.kept.__func__, [Watch(), Watch()]
+    handles = [aspects.weave(watch.on(target)) for watch, target in zip(watches, targets)]
+    family.kept()
+    assert [len(watch.entered) for watch in watches] == [1, 1]
+    for index in removal:
+        handles[index].remove()
+    family.kept()
+    assert [len(watch.entered) for watch in watches] == [1, 1]
+    assert family.kept.__func__ is function
+
+
 @pytest.mark.parametrize("name", ["m", "c"])
 def test_a_method_has_nothing_of_hooks_on_a_subclass_that_are_removed_after_its_own(
     name: str, family: Any
