@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let each test begin with a new manager on the CPU, whatever the machine has."""
     monkeypatch.setenv("SGL_ASPECTS_OP_CONTROL", "off")
     monkeypatch.setenv("SGLANG_PLATFORM", "cpu")
+    monkeypatch.setitem(sys.modules, "sgl_kernel", None)  # its kernels would make choices depend on tensors
     set_current_platform(None)
     dispatch.reset_manager()
     yield

@@ -191,9 +191,8 @@ def test_level_four_shows_which_layer_and_operator_and_how_much(run: Run) -> Non
     }
     layers = {each["sgl_aspects.layer"] for each in found["attention"]}
     assert layers == {0, 1, 2}
-    assert {each["sgl_aspects.operator.implementation"] for each in found["attention"]} == {
-        "TorchNativeBackend"
-    }
+    backends = {each["sgl_aspects.operator.implementation"] for each in found["attention"]}
+    assert backends <= {"TorchNativeBackend", "TritonBackend"}
     named = {
         (each["sgl_aspects.operator.name"], each.get("sgl_aspects.operator.implementation"))
         for each in found["operator"]

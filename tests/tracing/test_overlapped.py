@@ -342,6 +342,26 @@ def test_what_a_scheduler_does_for_its_first_batch_after_idleness_is_of_that_ste
     assert {match.root_id for match in matches} == {step.span_id}
 
 
+LOGITS = """
+    class LogitsProcessor:
+        def forward(self, input_ids, hidden_states):
+            return hidden_states
+    """
+
+
+def test_what_a_model_does_before_the_first_step_is_of_none(
+    engine: Engine, scheduler: Any, recorder: Memory
+) -> None:
+    """Engines run a model as they start: to warm it up, for their memory's sake, to capture graphs."""
+    engine.write("sglang/srt/layers/logits_processor.py", LOGITS)
+    logits = engine.load("sglang.srt.layers.logits_processor").LogitsProcessor()
+    logits.forward([], "of a graph that is captured")
+    first = batch("EXTEND", request(scheduler, "one"))
+    scheduler.process_batch_result(first, launch(scheduler, first))
+    assert recorder.named("scheduler.step")
+    assert recorder.named("logits") == []
+
+
 TIERS = """
     class L2TransferEngine:
         def submit_host_to_device(self, transfers):

@@ -96,7 +96,7 @@ def test_processes_and_tracks_have_names(events: list[Event]) -> None:
     assert sorted(name for _, name in names) == ["requests", "scheduler"]
     threads = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert "steps" in threads
-    assert "device cpu" in threads
+    assert any(name.startswith("device ") for name in threads)
     assert len([name for name in threads if name.startswith("request ")]) == 8  # in each process
 
 

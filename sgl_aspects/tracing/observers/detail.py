@@ -10,7 +10,7 @@ from sgl_aspects.engines.contract import ROLES, Observation
 from sgl_aspects.tracing.context import Opened, leave
 from sgl_aspects.tracing.lifecycle import StepTracker, Trackers
 from sgl_aspects.tracing.records import AttributeValue, error_type
-from sgl_aspects.tracing.schema import DETAILS, KV_BYTES
+from sgl_aspects.tracing.schema import DETAILS, KV_BYTES, KV_TOKENS
 
 
 class DetailObserver:
@@ -35,6 +35,8 @@ class _Detail:
         self._type = DETAILS[role]
         self._write = trackers.recorder.spans(self._type)
         self._moves = KV_BYTES in self._type.attributes
+        #: Whether a step may begin with it. What a model does outside of a step is a warm-up.
+        self._precedes = KV_TOKENS in self._type.attributes
         self._readers = [trackers.engine.call_reader(role, argument) for argument in ROLES[role]]
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,7 +58,7 @@ class _Detail:
             return  # a function that moves both ways has moved the other way, or nothing
         if step_id:
             self._write(span_id, step_id, parent_id, start_ns, end_ns, values, problem)
-        else:
+        elif self._precedes:
             # A request may wait for what is loaded through many passes without a step.
             self._tracker.keep_detail(self._write, start_ns, end_ns, values, problem, self._moves)
 

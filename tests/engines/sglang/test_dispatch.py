@@ -121,6 +121,7 @@ def run(
         "PYTHONPATH": os.pathsep.join((str(sglang), os.environ.get("PYTHONPATH", ""), os.getcwd())),
         "SGL_ASPECTS_OP_VENDOR_PATH": str(sglang / "vendors"),
         "SGL_ASPECTS_OP_CONTROL": "off",
+        "CUDA_VISIBLE_DEVICES": "",
         **variables,
     }
     command = [sys.executable, "-c", program]
