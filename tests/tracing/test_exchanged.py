@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sgl_aspects.engines.vllm.roles import VLLM
+from sgl_aspects.tracing.lifecycle import Trackers
 from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange, operation_of
 from sgl_aspects.tracing.observers.exchanged import ExchangeObserver
 from sgl_aspects.tracing.options import DEFAULTS
+from tests.support.memory_recorder import Memory
 
 
 @pytest.mark.parametrize(
@@ -96,16 +100,23 @@ def test_a_refusal_in_a_streamed_answer_has_a_status(body: bytes, status: int) -
         assert found.status == status
 
 
-def test_a_response_to_a_client_that_is_gone_has_no_status() -> None:
-    """SGLang answers it as a mistake of its caller's, which nobody gets."""
-    exchange, respond, _ = ExchangeObserver([], DEFAULTS).observations()
-    cycle = SimpleNamespace(scope={}, transport=None, response_complete=False, disconnected=True)
+def test_a_response_to_a_client_that_is_gone_has_no_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy server reads its request later, and answers it as a mistake of its caller's, which nobody gets."""
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", ModuleType("async_llm"))
+    recorder = Memory()
+    exchange, respond, _ = ExchangeObserver(
+        [Trackers.of(VLLM, recorder, DEFAULTS)], DEFAULTS
+    ).observations()
+    scope = {"path": "/v1/completions"}
+    cycle = SimpleNamespace(scope=scope, transport=None, response_complete=False, disconnected=True)
     token = exchange.enter((cycle,), {})
     found = current_exchange.get()
     assert found is not None
     respond.enter((cycle, {"type": "http.response.start", "status": 400}), {})
     exchange.exit(token, None, None)
     assert (found.status, found.is_whole) == (0, False)
+    (root,) = recorder.ended
+    assert (root.error, root.values[-1]) == ("abort", None)
 
 
 def test_what_runs_after_a_response_is_not_of_its_request() -> None:

@@ -184,6 +184,7 @@ def test_a_refusal_over_http2_or_grpc_has_the_status_of_its_answer(
         ("answer_rpc", "INVALID_ARGUMENT", ValueError(), False, ("400", 400)),
         ("answer_embedding_rpc", "UNAVAILABLE", ValueError(), False, ("503", 503)),
         ("answer_rpc", None, RuntimeError(), False, ("500", 500)),
+        ("answer_rpc", None, asyncio.CancelledError(), False, ("abort", None)),
     ],
 )
 def test_a_call_of_a_grpc_server_has_its_callers_trace_and_the_status_of_its_answer(

@@ -396,12 +396,13 @@ class CallTracker:
         self.record(call, problem)
 
     def refuse(self, exchange: Exchange, operation: str, headers: Any) -> None:
-        """Record a request that the HTTP server rejected before it reached the engine."""
+        """Record a request that never reached the engine: it was rejected, or its caller had hung up."""
         origin = context.of_request(headers, self._recorder.sample, self._parent_based)
         call = Call(self._recorder.new_id(), "", exchange.start_ns, origin, operation, exchange=exchange)
         self._begun(call, {OPERATION: operation, **self._provider})
         values = [None] * (len(REQUEST.attributes) - 1)
-        self._write(call, monotonic_ns(), [*values, exchange.status], str(exchange.status))
+        status = exchange.status or None
+        self._write(call, monotonic_ns(), [*values, status], str(status or "abort"))
 
     def delivered(self, call: Call, exchange: Exchange, reason: str | None) -> None:
         """End a request whose engine has ended it, when its caller has the answer, or is gone."""

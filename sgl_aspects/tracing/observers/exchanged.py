@@ -5,7 +5,7 @@ formatted. And a busy event loop reads a request long after it came: 32 requests
 ms late, which their clients saw as time to first token. The kernel has the arrival time.
 
 A request rejected before it reaches the engine (an invalid field, an unknown model) has only this side: a
-span that ends with the status of the response.
+span that ends with the status of the response. So has one whose caller hung up before: an abort.
 
 Works with uvicorn, whatever engine it serves, and with a gRPC server whose functions an engine's room names;
 under another server a request has no exchange, and the engine's times are used.
@@ -89,8 +89,9 @@ class ExchangeObserver:
         exchange.is_over, exchange.is_whole = True, is_whole
         for end in exchange.at_end:
             end()
-        if exchange.status >= 400 and not exchange.is_taken:
-            self._record_refused(exchange)
+        is_refused, is_left = exchange.status >= 400, not (is_whole or exchange.status)
+        if (is_refused or is_left) and not exchange.is_taken:
+            self._record_untaken(exchange)
 
     def _respond_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         exchange = current_exchange.get()
@@ -128,7 +129,7 @@ class ExchangeObserver:
             first_ns, _, total_ns = exchange.unread or (start_ns, 0, 0)
             exchange.unread = [first_ns, end_ns, total_ns + end_ns - start_ns]
 
-    def _record_refused(self, exchange: Exchange) -> None:
+    def _record_untaken(self, exchange: Exchange) -> None:
         operation = operation_of(exchange.path)
         trackers = next((one for one in self._engines if _is_loaded(one.engine)), None)
         if operation is not None and trackers is not None and trackers.recorder.level:
