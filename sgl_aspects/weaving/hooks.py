@@ -160,6 +160,11 @@ class Advice:
         anew.sequence = self.sequence
         return anew
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle it as not woven: cloudpickle takes hooks along with a function that no module names."""
+        given = (self.target, self.hook_type, self.hook, self.order, self.source, self.required, self.on_lost)
+        return Advice, given
+
     @property
     def name(self) -> str:
         """The hook's own name, for messages."""

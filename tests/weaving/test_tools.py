@@ -26,7 +26,7 @@ import sgl_aspects as aspects
 from sgl_aspects import HookType
 from tests.support.processes import python
 from tests.support.stand_ins import Engine
-from tests.support.woven_modules import Watch, advice, around, fixture_of, hooked
+from tests.support.woven_modules import Watch, advice, around, fixture_of, hooked, state
 
 HIDES_FRAMES = sys.version_info >= (3, 11)
 
@@ -318,3 +318,14 @@ def test_a_weak_reference_to_a_hooked_decoration_of_no_function_survives_the_rem
     found = weak()
     assert found is not None
     assert found() == "shown"
+
+
+def test_a_woven_hook_is_pickled_without_the_modules_that_it_is_woven_in(one: Any) -> None:
+    """As cloudpickle does with the code of a function that no module names, such as a lambda."""
+    hook = around("engine:f", hooked, order=3)
+    with aspects.woven(hook):
+        one.f(1)
+        copied = pickle.loads(pickle.dumps(hook))
+        assert state(hook) is aspects.State.WOVEN
+    assert str(copied) == str(hook)
+    assert (copied.order, copied.state) == (3, aspects.State.REMOVED)
