@@ -101,12 +101,10 @@ def test_a_refusal_in_a_streamed_answer_has_a_status(body: bytes, status: int) -
 
 
 def test_a_response_to_a_client_that_is_gone_has_no_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy server reads its request later, and answers it as a mistake of its caller's, which nobody gets."""
+    """A busy server reads its request later, and answers it as its caller's mistake, which nobody gets."""
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", ModuleType("async_llm"))
     recorder = Memory()
-    exchange, respond, _ = ExchangeObserver(
-        [Trackers.of(VLLM, recorder, DEFAULTS)], DEFAULTS
-    ).observations()
+    exchange, respond, _ = ExchangeObserver([Trackers.of(VLLM, recorder, DEFAULTS)], DEFAULTS).observations()
     scope = {"path": "/v1/completions"}
     cycle = SimpleNamespace(scope=scope, transport=None, response_complete=False, disconnected=True)
     token = exchange.enter((cycle,), {})
