@@ -67,7 +67,7 @@ function histogram(host, values, { fill, choose }) {
           splits: () => [0, bins / 3, (2 * bins) / 3, bins].map((at) => at),
           values: (_, splits) => splits.map((at) => duration(edge(at))),
         }),
-        axis({ size: 34, values: (_, splits) => splits.map((at) => (Number.isInteger(at) ? count(at) : "")) }),
+        axis({ size: (_, texts) => Math.max(34, 10 + 6 * Math.max(0, ...(texts ?? []).map((text) => text.length))), values: (_, splits) => splits.map((at) => (Number.isInteger(at) ? count(at) : "")) }),
       ],
       series: [
         {},
