@@ -48,8 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _is_part(request: Span) -> bool:
+    """Return whether an attach or a detach came while it was under way, so that its latency is not known."""
+    from sgl_aspects.tracing import schema
+
+    return not {schema.ATTACHED_FLAG, schema.DETACHED_FLAG}.isdisjoint(request.attributes)
+
+
 def _chosen(causes: Causes, text: str, source: str) -> Span:
-    slowest = sorted(causes.requests, key=lambda request: -request.seconds)
+    slowest = sorted(causes.requests, key=lambda request: (_is_part(request), -request.seconds))
     if text == _SLOWEST:
         return slowest[0]
     matches = causes.find(text)
@@ -85,6 +92,7 @@ def _print(causes: Causes, explanation: Explanation) -> None:
         rows.add_row(cause.value, duration(seconds), f"{share:.1%}", shown)
     output = console()
     heading = f"{request.name} {_id(request)}: {duration(request.seconds)}"
+    heading += ", a part: it was under way at the attach or detach" if _is_part(request) else ""
     output.print(escape(one_line(heading, 200)), soft_wrap=True)
     output.print(rows)
     if answers := causes.answers.get(request.span_id):

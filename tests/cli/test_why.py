@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,26 @@ def test_what_may_be_left_out_is_not_said_to_be_required(capsys: pytest.CaptureF
 def test_the_slowest_request(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", "slowest", str(file)]) == 0
     assert "request-" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_request_that_an_attach_met_under_way_is_not_the_slowest(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The time that was seen of it is no latency."""
+    assert main(["why", "slowest", str(file)]) == 0
+    slowest = capsys.readouterr().out.split(":")[0].split()[-1]
+    flag = {"key": "sgl_aspects.attached", "value": {"boolValue": True}}
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    parts = [part for line in lines for each in line["resourceSpans"] for part in each["scopeSpans"]]
+    for span in (span for part in parts for span in part["spans"]):
+        if span["kind"] == 2 and {"stringValue": slowest} in [one["value"] for one in span["attributes"]]:
+            span["attributes"].append(flag)
+    changed = tmp_path / "attached.jsonl"
+    changed.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert main(["why", "slowest", str(changed)]) == 0
+    assert f"{slowest}:" not in capsys.readouterr().out.splitlines()[0]
+    assert main(["why", slowest, str(changed)]) == 0
+    assert "a part: it was under way" in capsys.readouterr().out.splitlines()[0]
 
 
 @pytest.mark.parametrize(
