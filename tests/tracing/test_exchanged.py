@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.engines.vllm.roles import VLLM
+from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.lifecycle.calls import Call
 from sgl_aspects.tracing.lifecycle.exchanges import Exchange, current_exchange, operation_of
 from sgl_aspects.tracing.observers.exchanged import ExchangeObserver
 from sgl_aspects.tracing.options import DEFAULTS
@@ -129,6 +132,20 @@ def test_what_runs_after_a_response_is_not_of_its_request() -> None:
             respond.exit(part, None, None)
             assert bool(ended) is not more
     assert ended == [True]
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_request_whose_caller_is_gone_does_not_wait_for_what_its_server_does_later(is_gone: bool) -> None:
+    """SGLang's two seconds, before any part of the answer; a caller that is there gets a response yet."""
+    recorder = Memory()
+    calls = Trackers.of(SGLANG, recorder, DEFAULTS).calls
+    call = Call(recorder.new_id(), "a", 1, TraceContext(5, 7, True, "", False), "text_completion mini")
+    with exchanged() as (call.exchange, cycle, _, _):
+        cycle.disconnected = is_gone
+        calls.leave(call, "CancelledError", False)
+        assert bool(recorder.ended) is is_gone
+    (root,) = recorder.ended
+    assert root.error == "CancelledError"
 
 
 def test_times_in_which_the_caller_did_not_read_add_up() -> None:

@@ -391,7 +391,8 @@ class CallTracker:
         exchange = call.exchange
         if exchange is not None and not exchange.first_ns and (problem or not exchange.is_shared):
             exchange.at_end.append(partial(self.record, call, problem))
-            if not exchange.is_over:  # read last: the server's thread may be ending it
+            # Read last: the server's thread may be ending it. Nobody gets the response after a hang-up.
+            if not exchange.is_over and not exchange.is_gone():
                 return
         self.record(call, problem)
 

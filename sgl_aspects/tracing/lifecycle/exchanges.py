@@ -41,6 +41,7 @@ class Exchange:
     a chat template before the request began, in order. ``at_end``: called when the response is complete, or
     its client gone. ``unread``: first begin, last end and total of the times in which the buffers were full,
     since the client did not read; empty if they never were. ``parsed_ns``: what parsing the answer has taken.
+    ``is_gone``: tells whether the client has hung up.
     """
 
     scope: Mapping[str, Any]
@@ -59,6 +60,7 @@ class Exchange:
     parsed_ns: int = 0
     is_parsing: bool = False
     is_templating: bool = False
+    is_gone: Callable[[], bool] = bool
 
     @property
     def path(self) -> str:

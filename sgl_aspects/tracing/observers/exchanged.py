@@ -73,7 +73,8 @@ class ExchangeObserver:
 
     def _exchange_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Exchange, Any]:
         cycle = self._cycle(args, kwargs, None)
-        exchange = Exchange(cycle.scope, monotonic_ns() - _unread_ns(cycle.transport))
+        start_ns = monotonic_ns() - _unread_ns(cycle.transport)
+        exchange = Exchange(cycle.scope, start_ns, is_gone=lambda: cycle.disconnected)
         current_exchange.set(exchange)
         open_exchanges[id(exchange.scope)] = exchange
         return exchange, cycle
