@@ -12,7 +12,7 @@ from sgl_aspects.engines.sglang.roles import SGLANG
 from sgl_aspects.tracing.lifecycle import CallTracker, calls
 from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.options import TraceOptions
-from sgl_aspects.tracing.records import RequestSeen
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen
 from tests.support.memory_recorder import Memory
 from tests.support.stand_ins import Engine, ForwardMode
 
@@ -185,7 +185,10 @@ def test_of_several_ranks_the_answering_one_records_requests(
         del scheduler.ipc_channels
         holder = scheduler
     holder.send_to_detokenizer = SimpleNamespace(socket=None)
+    # Each rank has the arguments of a server whose scheduler sees the requests first.
+    scheduler.server_args = SimpleNamespace(smg_grpc_mode=True, served_model_name="mini")
     req = request(scheduler, "one")
+    assert not [each for each in recorder.events if isinstance(each, RequestBegin)]
     first = batch("EXTEND", req)
     scheduler.process_batch_result(first, launch(scheduler, first))
     req.finished_reason, req.output_ids = {"type": "stop"}, [1, 2]

@@ -75,14 +75,13 @@ class QueueObserver:
         if self._is_probe(message):
             return None
         rid: str = self._message_rid(message)
-        elsewhere = self._remote(message)
+        elsewhere, front_end = self._remote(message), self._front_end(scheduler)
         if self._is_follower(scheduler):
             self._requests.follow()
-            elsewhere = self._elsewhere(message)
+            elsewhere, front_end = self._elsewhere(message), None
         if self._adds_again and rid in self._requests.requests:
             self._requests.preempted(rid, self._output_tokens(message))
             return rid
-        front_end = self._front_end(scheduler)
         if front_end is not None and elsewhere is None:
             self._calls.begin_here(message, front_end, rid, self._prompt_tokens(message))
         # Before the call, so that an end inside it (a rejected request) finds the request.
