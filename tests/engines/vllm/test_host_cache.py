@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,16 +56,22 @@ def test_what_is_loaded_was_written_back(tmp_path: Path) -> None:
             receiver.wait_for(
                 lambda spans: any(s.trace_id == trace_id(AGAIN) and s.parent_id == CALLER for s in spans)
             )
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as response:
+                metrics = response.read().decode()
     assert answers[-1]["choices"][0]["text"] == answers[0]["choices"][0]["text"]
     written, loaded = receiver.named("cache.write_back"), receiver.named("cache.load")
+    counters = re.findall(r"^vllm:(\w+)\{.*\} (.*)$", metrics, re.MULTILINE)
+    told = {name: float(value) for name, value in counters}
     moved = [sum(span.attributes["sgl_aspects.kv.bytes"] for span in spans) for spans in (written, loaded)]
     assert moved[0] > moved[1] > 0
+    assert moved == [told[f"kv_offload_{way}_bytes_total"] for way in ("store", "load")]
     traces = by_trace(receiver.spans)
     assert orphans(traces) == []
     (load,) = loaded
     (root,) = (span for span in traces[trace_id(AGAIN)] if span.parent_id == CALLER)
     tokens = root.attributes["sgl_aspects.prefix_cache.host_tokens"]
     assert 0 < tokens <= root.attributes["gen_ai.usage.cache_read.input_tokens"]
+    assert tokens == told["external_prefix_cache_hits_total"]
     # In the forward pass of the worker that moves them; what a request waits for is loaded in an empty one.
     passes = {span.span_id for span in receiver.named("forward")}
     steps = {span.span_id for span in receiver.named("scheduler.step")}
