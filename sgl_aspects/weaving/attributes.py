@@ -375,11 +375,9 @@ def _among(classes: Iterable[type], name: str) -> Any:
 
 def _module_of(obj: Any) -> Any:
     """Return the name of the module that defines a function or class; None for anything else."""
-    if is_a(obj, (classmethod, staticmethod)):
-        return _module_of(obj.__func__)
     if is_a(obj, (types.FunctionType, types.BuiltinFunctionType)):
         return obj.__module__
-    # What `functools` makes of a function has the function's own names.
+    # What `functools` makes of a function has the function's own names, and so have static methods.
     return class_module(obj) if is_class(obj) else namespace(obj).get("__module__")
 
 

@@ -391,9 +391,6 @@ class JoinPoints:
     def __iter__(self) -> Iterator[JoinPoint]:
         return iter(list(self._points))
 
-    def __len__(self) -> int:
-        return len(self._points)
-
     def at(self, place: AttributeReference) -> list[JoinPoint]:
         """Return the points made for the attribute at ``place``, the latest last."""
         return [*self._at.get(place.key, ())]
@@ -431,9 +428,7 @@ class JoinPoints:
         return point
 
     def discard(self, point: JoinPoint) -> None:
-        """Remove ``point``, if it is here."""
-        if point not in self._points:
-            return
+        """Remove ``point``."""
         del self._points[point]
         here = self._at[point.place.key]
         here.remove(point)

@@ -84,8 +84,6 @@ def _replace_in_mutable(referrer: Any, new: New) -> bool:
             referrer.cell_contents = new(referrer.cell_contents)
     elif is_a(referrer, functools.partial):
         _replace_in_partial(referrer, new)
-    elif is_a(referrer, types.FunctionType):
-        return True  # its defaults, dictionary and closure are separate referrers
     else:
         _replace_attributes(referrer, new)
         return all(new(value) is value for value in gc.get_referents(referrer))
