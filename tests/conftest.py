@@ -162,3 +162,17 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 def exports_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Export what ends within a tenth of a second: the default delay is 5 s."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let an engine have two ranks: on the CPU where the machine has a single GPU."""
+    import torch
+
+    from sgl_aspects.platforms import set_current_platform
+
+    if torch.cuda.device_count() == 1:
+        monkeypatch.setenv("SGLANG_PLATFORM", "cpu")
+        set_current_platform(None)
+    yield
+    set_current_platform(None)

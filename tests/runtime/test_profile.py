@@ -27,6 +27,7 @@ def operators_of(trace: Path) -> set[str]:
     return {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
 
 
+@pytest.mark.usefixtures("two_devices")
 def test_each_rank_writes_what_the_platforms_activities_saw(tmp_path: Path) -> None:
     make_llama(tmp_path / "model")
     with Engine(model_path=tmp_path / "model", tp_size=2) as engine:

@@ -16,7 +16,7 @@ from tests.support.answers import clear_answers, clear_answers_of, clear_seed
 from tests.support.processes import wait_until_gone
 from tests.support.tiny_models import FAMILIES, make_model
 
-pytestmark = pytest.mark.usefixtures("forked_schedulers")
+pytestmark = pytest.mark.usefixtures("forked_schedulers", "two_devices")
 
 PARAMS = SamplingParams(max_new_tokens=16, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
