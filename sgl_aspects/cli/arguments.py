@@ -7,13 +7,18 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sgl_aspects.errors import AspectsError, ConfigError
 from sgl_aspects.files import private
+from sgl_aspects.terminal import printable, say
 
+if TYPE_CHECKING:
+    from sgl_aspects.analysis.sources import Run
+
+_LARGE = 50_000_000  # bytes: some seconds
 _Number = TypeVar("_Number", int, float)
 
 
@@ -60,6 +65,20 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         help="files of the otlp-json-file exporter, or runs' folders, live or dead, of one or several hosts, "
         "or a process's id (the only run there is)",
     )
+
+
+def read_runs(sources: Sequence[str]) -> Run:
+    """Read the runs that a command was given, and announce a file that takes long.
+
+    :raises ConfigError: one has nothing to read.
+    """
+    from sgl_aspects.analysis.sources import load_runs
+
+    for source in sources:
+        size = os.path.getsize(source) if os.path.isfile(source) else 0
+        if size >= _LARGE:
+            say(f"reading {printable(source)} ({size / 1e6:,.0f} MB) ...")
+    return load_runs(sources)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sgl_aspects.cli.arguments import read_runs
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.view.text import duration
 
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 
 def load(*sources: str) -> Run:
     """Read the runs of a command line; an error if they hold no spans."""
-    from sgl_aspects.analysis.sources import load_runs
-
-    found = load_runs(sources)
+    found = read_runs(sources)
     if not found.spans:
         raise ConfigError(
             f"{found.source} holds no spans: has the engine served a request since tracing began?"

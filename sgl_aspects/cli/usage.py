@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from sgl_aspects.cli.arguments import add_runs
+from sgl_aspects.cli.arguments import add_runs, read_runs
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import schema
 
@@ -25,12 +25,11 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.markup import escape
 
     from sgl_aspects.analysis.causes import Causes
-    from sgl_aspects.analysis.sources import load_runs
     from sgl_aspects.analysis.usage import usage_of
     from sgl_aspects.terminal import console, table
     from sgl_aspects.view.text import duration, one_line
 
-    run = load_runs(arguments.sources)
+    run = read_runs(arguments.sources)
     limits = [float("inf") if limit is None else limit for limit in (arguments.ttft, arguments.itl)]
     rows = usage_of(run.spans, _SHORT.get(arguments.by, arguments.by), *limits)
     if not rows:

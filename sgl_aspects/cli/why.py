@@ -6,7 +6,7 @@ import argparse
 import statistics
 from typing import TYPE_CHECKING
 
-from sgl_aspects.cli.arguments import add_runs
+from sgl_aspects.cli.arguments import add_runs, read_runs
 from sgl_aspects.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,9 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table of one request's causes."""
     from sgl_aspects.analysis.causes import Causes
-    from sgl_aspects.analysis.sources import load_runs
 
-    found = load_runs(arguments.sources)
+    found = read_runs(arguments.sources)
     causes = Causes(found.spans)
     if not causes.requests:
         raise ConfigError(f"{found.source} holds no requests: has the engine served one since tracing began?")

@@ -272,3 +272,20 @@ def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "endless.jsonl:1 is not a line of OTLP-JSON" in done.stderr
     assert done.returncode == 2
+
+
+@pytest.mark.parametrize("command", ["report", "why", "usage"])
+def test_a_large_file_is_announced_before_it_is_read(
+    command: str,
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sgl_aspects.cli.arguments._LARGE", file.stat().st_size + 1)
+    assert main([command, *["slowest"] * (command == "why"), str(file)]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sgl_aspects.cli.arguments._LARGE", file.stat().st_size)
+    assert main([command, *["slowest"] * (command == "why"), str(file)]) == 0
+    assert re.fullmatch(rf"reading {re.escape(str(file))} \(\d+ MB\) \.\.\.\n", capsys.readouterr().err)
