@@ -108,8 +108,8 @@ def test_the_doctor_names_roles_that_a_version_lacks(
     assert main(["doctor", "--json", "--engine", str(path)]) == 1
     roles = json.loads(capsys.readouterr().out)["9.9.9"]
     assert [role for role, target in roles.items() if target] == ["run_batch"]
-    # The HTTP server and the tokenizers are other packages.
-    assert set(roles) == set(SGLANG.every_role) - {"exchange", "respond", "render_template"}
+    # The HTTP server, the tokenizers and what answers a router over gRPC are other packages.
+    assert set(roles) == set(SGLANG.every_role) - {"exchange", "respond", "render_template", "receive_rpc"}
 
 
 def test_a_file_other_than_a_wheel_is_an_error(tmp_path: Path) -> None:

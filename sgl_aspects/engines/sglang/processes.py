@@ -15,11 +15,11 @@ from sgl_aspects.engines.base import Lifecycle, Role, parameter
 from sgl_aspects.engines.contract import Observation
 
 _CONTEXT = "sglang.srt.runtime_context"
-# The field of the time statistics; SGLang makes attributes of all fields that arrive.
-_CARRIED = "sgl_aspects_trace"
+# Fields of the time statistics; SGLang makes attributes of all fields that arrive.
+_CARRIED, _HEADERS = "sgl_aspects_trace", "sgl_aspects_headers"
 
 
-_server_args = parameter(1, "server_args")
+_server_args, _rpc = parameter(1, "server_args"), parameter(2, "grpc_context")
 
 
 def description(server_args: Any) -> dict[str, Any]:
@@ -66,6 +66,8 @@ ROLES = {
 #: Of this integration's own observers.
 OWN_ROLES = {
     "pack_request": Role(("sglang.srt.observability.req_time_stats:APIServerReqTimeStats.__getstate__",)),
+    # Of --smg-grpc-mode.
+    "receive_rpc": Role(("smg_grpc_servicer.sglang.request_manager:GrpcRequestManager._req_stats_init",)),
 }
 
 
@@ -87,12 +89,19 @@ def carried(message: Any) -> tuple[int, int, bool] | None:
     return getattr(getattr(message, "time_stats", None), _CARRIED, None)
 
 
+def headers(request: Any) -> dict[str, str] | None:
+    """Return the trace headers that a program gave, or that came with the call of a router over gRPC."""
+    given = getattr(request, "external_trace_header", None)
+    return given or getattr(getattr(request, "time_stats", None), _HEADERS, None)
+
+
 def observers(trackers: Lifecycle) -> Iterable[Observation]:
     """Yield observers that add the trace to requests, for engines with several nodes."""
     carrier = _Carrier(trackers)
     return [
         Observation("describe_server", carrier.meet_server),
         Observation("pack_request", carrier.find, carrier.pack),
+        Observation("receive_rpc", lambda args, kwargs: (args, kwargs), carrier.receive_rpc),
     ]
 
 
@@ -104,11 +113,20 @@ class _Carrier:
     def meet_server(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._has_nodes = (getattr(_server_args(args, kwargs), "nnodes", None) or 1) > 1
 
+    def receive_rpc(self, token: Any, result: Any, error: BaseException | None) -> None:
+        """Have a message take along the trace headers of its call, for which it has no field."""
+        (manager, message, *_), call = token[0], _rpc(*token)
+        pairs = call.invocation_metadata() if call is not None and error is None else ()
+        if found := {name: each for name, each in pairs if name in ("traceparent", "tracestate")}:
+            message.time_stats = manager.rid_to_state[message.rid].time_stats
+            setattr(message.time_stats, _HEADERS, found)
+
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass on the trace at a scheduler; where the request is received, its span is the current one."""
         known = getattr(args[0], _CARRIED, None)
-        return self._current_request() if known is None and self._has_nodes else known
+        known = self._current_request() if known is None and self._has_nodes else known
+        return {_CARRIED: known, _HEADERS: getattr(args[0], _HEADERS, None)}
 
     def pack(self, known: Any, result: Any, error: BaseException | None) -> None:
-        if known is not None and isinstance(result, dict):
-            result[_CARRIED] = known
+        if isinstance(result, dict):
+            result.update({name: each for name, each in known.items() if each is not None})

@@ -345,7 +345,7 @@ SGLANG = Engine(
         "request.model": _adapter,
         "request.operation": _operation,
         "request.priority": "priority",
-        "request.headers": "external_trace_header",
+        "request.headers": processes.headers,
         "request.received_ns": _received_ns,
         "request.choice_count": _samples,
         "request.answer_count": _answer_count,

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from sgl_aspects.engines import SGLANG
+from sgl_aspects.tracing.lifecycle import Trackers
+from sgl_aspects.tracing.options import DEFAULTS
+from tests.support.memory_recorder import Memory
+from tests.support.stepping import Loop
 
 
 def test_an_embedding_has_no_limit_of_tokens() -> None:
@@ -123,3 +127,24 @@ def test_requests_that_no_tokenizer_manager_receives_are_seen_by_their_scheduler
     scheduler = SimpleNamespace(server_args=server_args, rust_server=server)
     front_end = SGLANG.reader("scheduler.front_end")(scheduler)
     assert (front_end is not None and SGLANG.reader("manager.model")(front_end) == "mini") is is_seen
+
+
+@pytest.mark.parametrize("has_context", [True, False])
+def test_the_context_of_a_call_over_grpc_travels_with_the_request_to_its_scheduler(has_context: bool) -> None:
+    """Nothing else of the call's metadata does, and without a context the message stays as it is."""
+    assert SGLANG.observers is not None
+    loop = Loop(SGLANG.observers(Trackers.of(SGLANG, Memory(), DEFAULTS)))
+    context = {"traceparent": f"00-{5:032x}-{7:016x}-01", "tracestate": "a=1"} if has_context else {}
+    call = SimpleNamespace(invocation_metadata=lambda: [*context.items(), ("authorization", "secret")])
+    stats, message = SimpleNamespace(), SimpleNamespace(rid="a", time_stats=None)
+    manager = SimpleNamespace(rid_to_state={"a": SimpleNamespace(time_stats=stats)})
+    with loop.call("receive_rpc", manager, message, call):
+        pass
+    assert message.time_stats is (stats if has_context else None)
+    state: dict[str, Any] = {"disagg_mode": "null"}
+    with loop.call("pack_request", stats, result=state):
+        pass
+    arrived = SimpleNamespace(time_stats=SimpleNamespace(**state))
+    assert (SGLANG.reader("request.headers")(arrived) or {}) == context
+    given = {"traceparent": "of a program"}
+    assert SGLANG.reader("request.headers")(SimpleNamespace(external_trace_header=given)) == given
