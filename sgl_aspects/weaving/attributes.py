@@ -392,11 +392,13 @@ def with_subclasses(cls: type) -> list[type]:
 
 
 def with_nested(classes: Iterable[type]) -> list[type]:
-    """Return ``classes`` and those defined within them."""
+    """Return ``classes`` and those defined within them or their bases."""
     found = list(classes)
     for cls in found:  # grows during the iteration
-        within = [one for one in _CLASS_NAMESPACE.__get__(cls).values() if is_class(one)]
-        found += [one for one in within if class_name(one).startswith(f"{class_name(cls)}.")]
+        for base in bases(cls):
+            within = [one for one in _CLASS_NAMESPACE.__get__(base).values() if is_class(one)]
+            nested = [one for one in within if class_name(one).startswith(f"{class_name(base)}.")]
+            found += [one for one in nested if not holds(found, one)]
     return found
 
 

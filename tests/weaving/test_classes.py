@@ -334,20 +334,20 @@ def test_removing_the_class_leaves_the_hooks_on_its_methods(both: Any, first: st
     assert module.Scheduler().run() == ["Base", "Scheduler"]
 
 
-def test_a_hook_on_a_nested_class_follows_too(both: Any) -> None:
-    module, _ = both
-    old = module.Scheduler
+@pytest.mark.parametrize("inherits", [False, True])  # the nested class from the replaced one
+def test_a_hook_on_a_nested_class_follows_too(both: Any, inherits: bool) -> None:
+    module, plugin = both
+    first = [replacing("engine:Scheduler", plugin.Better)] * inherits
+    with aspects.woven(mark("engine:Scheduler.Config.read"), *first):
 
-    class New(old):  # type: ignore[misc, valid-type]
-        class Config:
-            def read(self) -> list[str]:
-                return ["New.Config"]
+        class New(module.Scheduler):  # type: ignore[misc, name-defined]
+            class Config:
+                def read(self) -> list[str]:
+                    return ["New.Config"]
 
-    with aspects.woven(mark("engine:Scheduler.Config.read")):
-        assert module.Scheduler.Config().read() == ["Config", "hook"]
         with aspects.woven(replacing("engine:Scheduler", New)):
             assert module.Scheduler.Config().read() == ["New.Config", "hook"]
-            assert old.Config().read() == ["Config"]
+            assert New.__mro__[1].Config().read() == ["Config"]
         assert module.Scheduler.Config().read() == ["Config", "hook"]
         assert New.Config().read() == ["New.Config"]
 
