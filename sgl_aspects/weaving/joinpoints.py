@@ -337,13 +337,12 @@ class _Failed:
 class ClassJoinPoint(JoinPoint):
     """A class that is replaced as a whole, by a class. Subclasses that exist keep the base that they have."""
 
-    __slots__ = ("_kept", "_own")
+    __slots__ = ("_own",)
 
     kind = "a class"
 
     def __init__(self, place: AttributeReference, slot: Slot) -> None:
         super().__init__(place, place.raw, slot)
-        self._kept: Exclusions = frozenset()
         self._own: dict[type, tuple[Exclusions, list[Any]]] = OwnDict()
 
     def add(self, advice: Advice) -> None:
@@ -356,10 +355,8 @@ class ClassJoinPoint(JoinPoint):
 
     def pairs(self, before: Any, extra: Extra) -> Iterator[Pair]:
         # Referrers of a replacement from before, and its own references, are not rebound.
-        self._kept |= exclusions_of(self.advices)
-        yield Pair(
-            before, self.standing, extra[0], self._kept.union(*(kept for kept, _ in self._own.values()))
-        )
+        exclude = exclusions_of(self.advices, *() if before is self.original else (before,))
+        yield Pair(before, self.standing, extra[0], exclude.union(*(kept for kept, _ in self._own.values())))
 
     def apply(self, guarded: bool = False) -> None:
         active = [advice for advice in innermost_first(self.advices) if advice.enabled]

@@ -134,12 +134,16 @@ Exclusions = frozenset[Any]
 """Ids of containers that are not changed at all, and pairs of a namespace's id and one name in it."""
 
 
-def exclusions_of(advices: Iterable[Advice]) -> Exclusions:
-    """Return the containers of the hooks themselves, for REPLACE hooks also of their modules: not rebound."""
+def exclusions_of(advices: Iterable[Advice], *going: type) -> Exclusions:
+    """Return the containers of the hooks themselves, for REPLACE hooks also of their modules: not rebound.
+
+    Valid now: a class contains others once its methods are woven. ``going``: classes of hooks that go.
+    """
     kept: set[Any] = set()
-    for advice in advices:
-        kept.update(map(id, _containers_in(advice.hook)))
-        home = _namespace_of(advice.hook) if advice.hook_type is HookType.REPLACE else None
+    hooks = [(advice.hook, advice.hook_type is HookType.REPLACE) for advice in advices]
+    for hook, replaces in (*hooks, *((cls, True) for cls in going)):
+        kept.update(map(id, _containers_in(hook)))
+        home = _namespace_of(hook) if replaces else None
         if home is not None:
             kept.add(id(home))
     return frozenset(kept)

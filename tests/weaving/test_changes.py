@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -275,3 +276,24 @@ def test_copies_of_more_functions_than_one_piece_looks_for() -> None:
             assert sorted(stale.target[-2:] for stale in aspects.report().stale) == ["f0", "f9"]
         assert [one() for one in held] == names
         assert [one() for one in fixed] == ["f0", "f9"]
+
+
+def test_containers_that_a_hook_has_left_behind_keep_no_others_from_being_changed(engine: Any) -> None:
+    """New objects get the addresses of those that are gone."""
+
+    class Replacement:
+        def m(self, x: int = 0) -> str:
+            return "replaced"
+
+    original = engine.A
+    for _ in range(20):
+        handle = aspects.weave(advice("engine:A", HookType.REPLACE, Replacement))
+        with aspects.woven(around("engine:A.m", hooked)):
+            handle.disable()
+            handle.enable()
+        made = [types.FunctionType((lambda a, b: a).__code__, {}, "f", (engine.A, 1)) for _ in range(200)]
+        held = [[engine.A] for _ in range(200)], [{"A": engine.A} for _ in range(200)]
+        handle.remove()
+        assert all(one() is original for one in made)
+        assert all(one[0] is original for one in held[0])
+        assert all(one["A"] is original for one in held[1])
