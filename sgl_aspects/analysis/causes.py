@@ -222,7 +222,7 @@ class Causes:
     def explain_gap(self, request: Span, gap: Gap) -> Explanation:
         """Divide the time between two tokens among its causes."""
         found = Explanation(request)
-        scheduler, end = self._schedulers[gap.step.host, gap.step.process_id], gap.step.end_ns
+        scheduler, end = self._schedulers[gap.step.place], gap.step.end_ns
         steps = [step for step in scheduler.ended(gap.start_ns, end) if step.span.end_ns <= end]
         self._add_gap(found, steps, gap.start_ns, end, Cause.DECODE, scheduler, gap.owner)
         return found
@@ -285,7 +285,7 @@ class Causes:
 
     def _scheduler_of(self, span: Span) -> Scheduler:
         """Return the scheduler that wrote the span; one without steps at level 1."""
-        return self._schedulers.get((span.host, span.process_id)) or Scheduler([], {})
+        return self._schedulers.get(span.place) or Scheduler([], {})
 
     def _before_batch(self, found: Explanation, span: Span, start: int, end: int, idle: Cause) -> None:
         """Divide a time before the first batch by the steps that ran; ``idle``: the cause if none did."""
@@ -347,13 +347,13 @@ class Causes:
         for step in steps:
             inside = min(step.device_ns, max(0, min(end, step.span.end_ns) - max(start, step.span.start_ns)))
             others = step.others(own)
-            if own not in step.members:
-                parts.append((Cause.OTHERS_PREFILL if others else Cause.HOST, inside, others))
+            if others and own not in step.members:
+                parts.append((Cause.OTHERS_PREFILL, inside, others))
             elif others:
                 share = step.prompts.get(own, 0.0) / sum(step.prompts.values())
                 mine = inside * share if own in step.prompts else min(inside, usual)
                 parts += [(cause, mine, []), (Cause.OTHERS_PREFILL, inside - mine, others)]
-            else:
+            elif own in step.members:  # of those without, a pipeline runs some at once
                 was_held_up = step.is_decode and inside > longest
                 parts.append((cause, usual if was_held_up else inside, []))
         total = sum(ns for _, ns, _ in parts)

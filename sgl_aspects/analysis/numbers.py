@@ -90,7 +90,7 @@ def report_phases(spans: Sequence[Span], steps: Sequence[Span]) -> tuple[PhaseNu
             forward_seconds[span.trace_id] = forward_seconds.get(span.trace_id, 0.0) + span.seconds
     times = AddedTime()
     added = {
-        step.span_id: times.of((step.host, step.process_id), step.start_ns, step.end_ns) / 1e9
+        step.span_id: times.of(step.place, step.start_ns, step.end_ns) / 1e9
         for step in sorted(steps, key=lambda step: step.end_ns)
     }
     by_mode: dict[str, list[Span]] = {mode: [] for mode in PHASES}

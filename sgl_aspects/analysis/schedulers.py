@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,6 +17,9 @@ from sgl_aspects.tracing import schema
 _DECODING = "decode"
 #: With less, the KV cache tells nothing about its size.
 _LEAST_USAGE = 0.05
+#: Steps of one scheduler that may be under way at once.
+_IN_FLIGHT = 16
+_PHASES = {*schema.PHASES, schema.PREFILL.name}
 
 
 @dataclass
@@ -46,9 +50,11 @@ class Scheduler:
         self.steps = sorted(steps, key=lambda step: step.span.end_ns)
         self._ends = [step.span.end_ns for step in self.steps]
         self._tokens = tokens
-        device = [step.device_ns for step in steps if step.is_decode]
         self._largest_batch = max((step.span.number(schema.BATCH_SIZE) for step in steps), default=0.0)
-        self.usual_decode_ns = statistics.median(device) if device else 0.0
+
+    @cached_property
+    def usual_decode_ns(self) -> float:
+        return statistics.median([step.device_ns for step in self.steps if step.is_decode] or [0.0])
 
     @cached_property
     def _capacity(self) -> float:
@@ -86,24 +92,46 @@ class Scheduler:
         last = bisect.bisect_right(self._ends, until_ns)
         return self.steps[first : last + 1]
 
+    def around(self, forward: Span, step: Step) -> list[str]:
+        """Return the traces of steps whose batch another rank's ``step``, with this pass, may have run."""
+        middle = (forward.start_ns + forward.end_ns) // 2
+        first = bisect.bisect_left(self._ends, middle)
+        return [
+            own.span.trace_id
+            for own in self.steps[first : first + _IN_FLIGHT]
+            if own.span.start_ns <= middle
+            and own.is_decode is step.is_decode
+            and not own.members.isdisjoint(step.members)
+        ]
+
 
 def schedulers_of(spans: Sequence[Span], requests: Mapping[str, Span]) -> dict[tuple[str, int], Scheduler]:
-    """Return a run's schedulers by host and process. ``requests``: and answers, by span id."""
-    steps = {
-        span.trace_id: Step(span, frozenset(span.links)) for span in spans if span.name == schema.STEP.name
-    }
-    _add_device_times(spans, steps)
-    by_process: dict[tuple[str, int], list[Step]] = defaultdict(list)
-    for step in steps.values():
-        by_process[step.span.host, step.span.process_id].append(step)
-    prefills: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    """Return a run's schedulers by host and process. ``requests``: and answers, by span id.
+
+    Of ranks that run the same requests, the one that writes their phases: its steps have the others' passes.
+    """
+    phases = [span for span in spans if span.name in _PHASES and span.parent_id in requests]
+    answering = {span.parent_id: span.place for span in phases}
+    by_place: dict[tuple[str, int], list[Step]] = defaultdict(list)
+    others: dict[str, tuple[tuple[str, int], Step]] = {}
     for span in spans:
-        if span.name == schema.PREFILL.name and span.parent_id in requests:
-            prefills[span.host, span.process_id].append(span)
+        if span.name == schema.STEP.name:
+            step = Step(span, frozenset(span.links))
+            place = next((answering[one] for one in step.members if one in answering), span.place)
+            if place == span.place:
+                by_place[place].append(step)
+            else:
+                others[span.trace_id] = place, step
+    prefills: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    for span in phases:
+        if span.name == schema.PREFILL.name:
+            prefills[span.place].append(span)
     tokens = _tokens(requests)
-    for place, found in by_process.items():
+    for place, found in by_place.items():
         _add_prompts(found, prefills[place])
-    return {place: Scheduler(found, tokens) for place, found in by_process.items()}
+    schedulers = {place: Scheduler(found, tokens) for place, found in by_place.items()}
+    _add_device_times([span for span in spans if span.name == schema.FORWARD.name], schedulers, others)
+    return schedulers
 
 
 def _tokens(requests: Mapping[str, Span]) -> dict[str, tuple[float, float]]:
@@ -115,31 +143,44 @@ def _tokens(requests: Mapping[str, Span]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _add_device_times(spans: Iterable[Span], steps: dict[str, Step]) -> None:
+def _add_device_times(
+    passes: Sequence[Span],
+    schedulers: Mapping[tuple[str, int], Scheduler],
+    others: Mapping[str, tuple[tuple[str, int], Step]],
+) -> None:
     """Give each step the time of its forward passes: on the device if known, else on the host.
 
-    Those of one process add up; of the processes of a step, which work at once, the slowest counts. Only one
-    replayed graph in several is timed: the others get the median of those of their size and process.
+    Those of one process add up, and those of a pipeline's stages; of other processes of a step, which work at
+    once, the slowest counts. Only one replayed graph in several is timed: the others get the median of those
+    of their size and process. ``others``: the steps of other ranks, with the place of the one that answers.
     """
     timed: dict[tuple[object, ...], list[float]] = defaultdict(list)
-    passes: list[tuple[Span, tuple[object, ...]]] = []
-    for span in spans:
-        if span.name == schema.FORWARD.name and span.trace_id in steps:
-            named = (str(span.attributes.get(key)) for key in (schema.MODE, schema.BATCH_SIZE, schema.GRAPH))
-            passes.append((span, (span.host, span.process_id, *named)))
-            if schema.DEVICE_TIME in span.attributes:
-                timed[passes[-1][1]].append(span.number(schema.DEVICE_TIME))
-    sums: Counter[tuple[str, str, int]] = Counter()
+    for span in passes:
+        if schema.DEVICE_TIME in span.attributes:
+            timed[_kind(span)].append(span.number(schema.DEVICE_TIME))
     usual = {kind: statistics.median(found) for kind, found in timed.items()}
-    for span, kind in passes:
-        is_timed = schema.DEVICE_TIME in span.attributes
-        seconds = span.number(schema.DEVICE_TIME) if is_timed else usual.get(kind, span.seconds)
-        sums[span.trace_id, span.host, span.process_id] += round(seconds * 1e9)
-    for (trace_id, *_), ns in sums.items():
-        steps[trace_id].device_ns = max(steps[trace_id].device_ns, ns)
-    for step in steps.values():
-        if not step.device_ns:  # level 2
-            step.device_ns = step.span.end_ns - step.span.start_ns
+    sums: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
+    stages: dict[tuple[str, int], str] = {}
+    wholes: dict[str, str] = {}
+    for span in passes:
+        place, trace = span.place, span.trace_id
+        if trace in others and trace not in wholes:
+            owner, step = others[trace]
+            near = schedulers[owner].around(span, step) if owner in schedulers else ()
+            wholes[trace] = next((one for one in near if place not in sums[one]), "")
+        seconds = span.number(schema.DEVICE_TIME, usual.get(_kind(span), span.seconds))
+        sums[wholes.get(trace, trace)][place] += round(seconds * 1e9)
+        stages[place] = "".join(re.findall(r"\bpp\d+", str(span.attributes.get(schema.RANK))))
+    for step in (step for scheduler in schedulers.values() for step in scheduler.steps):
+        slowest: Counter[str] = Counter()
+        for place, ns in sums[step.span.trace_id].items():
+            slowest[stages[place]] = max(slowest[stages[place]], ns)
+        step.device_ns = sum(slowest.values()) or step.span.end_ns - step.span.start_ns  # level 2: no passes
+
+
+def _kind(forward: Span) -> tuple[object, ...]:
+    named = (schema.MODE, schema.BATCH_SIZE, schema.GRAPH)
+    return (*forward.place, *(str(forward.attributes.get(key)) for key in named))
 
 
 def _add_prompts(steps: list[Step], prefills: list[Span]) -> None:

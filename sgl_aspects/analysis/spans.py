@@ -45,6 +45,11 @@ class Span:
     role: str = ""
 
     @property
+    def place(self) -> tuple[str, int]:
+        """Its host and process."""
+        return self.host, self.process_id
+
+    @property
     def seconds(self) -> float:
         return (self.end_ns - self.start_ns) / 1e9
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -153,6 +153,28 @@ def test_forward_passes_count_by_the_process_in_which_they_ran() -> None:
     passes = [span("forward", 100, 180, trace=trace, attributes=untimed, process_id=WORKER) for _ in range(2)]
     elsewhere = span("forward", 100, 110, trace=trace, attributes=timed, process_id=WORKER + 1)
     assert Causes([*spans, *passes, elsewhere]).device_seconds()["r"] == pytest.approx(0.16)
+
+
+def test_a_pipeline_s_stages_add_up_and_two_ranks_of_one_count_once() -> None:
+    """Each rank has steps of its own; the first one answers. Two batches are under way at once."""
+
+    def ranks(start: float, end: float, rid: str, mode: str = "decode") -> Iterator[Span]:
+        """A batch in both stages: 30 ms in the first, 40 in the second, whose other rank takes 20."""
+        found = (("tp0 pp0", 0, 30), ("tp0 pp1", 35, 40), ("tp1 pp1", 35, 20))
+        for process_id, (rank, begun, ms) in enumerate(found, SCHEDULER):
+            more: dict[str, Any] = {"trace": f"{rank} {start}", "process_id": process_id}
+            more["attributes"] = {schema.MODE: mode, schema.RANK: rank}
+            yield span("scheduler.step", start + begun, end + begun / 5, links=[rid], **more)
+            yield span("forward", start + begun + 2, start + begun + 2 + ms, **more)
+
+    requests = [request("r", 0, 400), request("other", 0, 400)]
+    steps = [*ranks(100, 200, "r", "extend"), *ranks(200, 300, "r"), *ranks(300, 400, "r")]
+    steps += [*ranks(150, 250, "other"), *ranks(250, 350, "other")]
+    causes = Causes([*requests, *phases("r", 0, 100, 200, 400), *phases("other", 0, 50, 150, 350), *steps])
+    assert causes.device_seconds() == pytest.approx({"r": 3 * 0.07, "other": 2 * 0.07})
+    found = causes.explain(causes.by_id["r"]).seconds
+    assert found[Cause.DECODE] == pytest.approx(2 * 0.07)
+    assert found[Cause.PREFILL] == pytest.approx(0.07)
 
 
 def test_an_answer_that_begins_after_another_was_not_preempted() -> None:
