@@ -9,7 +9,7 @@ import contextlib
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,10 @@ class Gauges:
 
 @dataclass
 class Second:
-    """Counts of one second: steps (the seconds that each adds, by phase), parts, tokens, requests."""
+    """Counts of one second: steps (the seconds that each adds, by phase), parts, tokens, requests.
+
+    ``fed_tokens``: those that were fed to the model, without rejected drafts.
+    """
 
     steps: dict[str, list[float]] = field(default_factory=dict)
     step_tokens: dict[str, int] = field(default_factory=dict)
@@ -137,6 +140,10 @@ class LiveRun:
         self.model = ""
         self.finished_requests = 0
         self._added = AddedTime()
+        # Names of the processes that write requests' phases, and of those that write steps: a rank that only
+        # does the latter runs the batches of one that does both.
+        self._answering: set[str] = set()
+        self._stepping: set[str] = set()
         self._ids: dict[int, str] = {}  # of requests, by the scheduler's keys
         self._heard: dict[str, float] = {}
         self._gone: deque[str] = deque()
@@ -166,12 +173,15 @@ class LiveRun:
 
     def poll(self) -> None:
         """Read what was written since the last call; add new processes and drop dead ones."""
-        self._find()
-        for name, ring in list(self.rings.items()):
-            alive = ring.is_alive()
-            self._read(name, ring, alive)
-            if not alive:
-                self._retire(name, ring)
+        found = [*self._find()]
+        alive = {name: ring.is_alive() for name, ring in self.rings.items()}
+        found += [(name, self._read(name, ring, alive[name])) for name, ring in self.rings.items()]
+        self._answering |= _writers(found, REQUEST_PHASES)
+        self._stepping |= _writers(found, (STEP,))
+        for name, records in found:
+            self._take(name, records)
+        for name in [name for name in self.rings if not alive[name]]:
+            self._retire(name, self.rings[name])
         oldest = self.now_ns() // 1_000_000_000 - self.window
         for number in [number for number in self.seconds if number < oldest]:
             del self.seconds[number]
@@ -221,7 +231,7 @@ class LiveRun:
             ring.close()
         self.rings.clear()
 
-    def _find(self) -> None:
+    def _find(self) -> Iterator[tuple[str, list[Record]]]:
         for path in sorted(self.folder.glob("*" + SUFFIX)):
             name = path.name.removesuffix(SUFFIX)
             if name in self.rings or name in self._gone:
@@ -232,20 +242,21 @@ class LiveRun:
                 continue  # being created, or already gone
             ring.skip_to_newest()
             self.rings[name] = ring
-            self._take(name, ring.history())
+            yield name, [*ring.history()]
 
-    def _read(self, name: str, ring: RingReader, alive: bool) -> None:
-        has_more, has_news = True, False
+    def _read(self, name: str, ring: RingReader, alive: bool) -> list[Record]:
+        found: list[Record] = []
+        has_more = True
         while has_more:
             records, has_more = ring.poll(alive)
-            has_news = has_news or bool(records)
-            self._take(name, records)
+            found += records
         now = time.monotonic()
-        if has_news:
+        if found:
             self._heard[name] = now
         elif now - self._heard.setdefault(name, now) > _SILENCE_SECONDS:
             self._heard[name] = now
             ring.skip_to_newest()
+        return found
 
     def _retire(self, name: str, ring: RingReader) -> None:
         ring.close()
@@ -287,6 +298,8 @@ class LiveRun:
     def _span(self, name: str, record: SpanEnd) -> None:
         kind = record.type.name
         seconds = max(0, record.end_ns - record.start_ns) / 1e9
+        if kind in (STEP, *STEP_PARTS) and self._answering and name in self._stepping - self._answering:
+            return
         if kind == STEP:
             self._step(name, record)
         elif kind in STEP_PARTS:
@@ -315,7 +328,9 @@ class LiveRun:
             tokens = int(_number(values.get(schema.BATCH_TOKENS)))
             second.steps.setdefault(phase, []).append(seconds)
             second.step_tokens[phase] = second.step_tokens.get(phase, 0) + tokens
-            second.fed_tokens += tokens
+            drafts = schema.DRAFTED_TOKENS, schema.ACCEPTED_TOKENS
+            drafted, accepted = (int(_number(values.get(name))) for name in drafts)
+            second.fed_tokens += tokens - drafted + accepted
         self.gauges[name] = second.gauges[name] = Gauges(
             record.end_ns,
             int(_number(values.get(schema.BATCH_SIZE))),
@@ -357,6 +372,15 @@ def causes_of(folder: Path, request_id: str) -> list[tuple[str, float, list[str]
         (cause.value, seconds, [ids[one] for one, _ in explained.worst(cause)])
         for cause, seconds in explained.ranked()
     ]
+
+
+def _writers(found: Iterable[tuple[str, list[Record]]], names: Sequence[str]) -> set[str]:
+    """Return the rings that have a span with one of these names."""
+    return {
+        name
+        for name, records in found
+        if any(isinstance(each, (SpanBegin, SpanEnd)) and each.type.name in names for each in records)
+    }
 
 
 def _values(record: SpanEnd) -> dict[str, Any]:
