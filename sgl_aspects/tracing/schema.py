@@ -136,6 +136,8 @@ DISAGGREGATION_MODE = "sgl_aspects.disaggregation.mode"
 TRANSFER_BACKEND = "sgl_aspects.disaggregation.transfer_backend"
 RANK = "sgl_aspects.rank"
 NODE_RANK = "sgl_aspects.node.rank"
+#: A rank that runs the batches of another one, which answers: metrics leave its steps out.
+FOLLOWER = "sgl_aspects.rank.follower"
 
 # -- attributes of metrics -----------------------------------------------------------------------------
 

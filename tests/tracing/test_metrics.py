@@ -208,6 +208,20 @@ def test_the_gauges_follow_a_real_engine(tmp_path: Path, port: int) -> None:
     assert "scheduler.step" not in (tmp_path / "traces.jsonl").read_text()
 
 
+def test_the_steps_of_two_ranks_are_counted_once(tmp_path: Path, receiver: Receiver) -> None:
+    make_llama(tmp_path)
+    with (
+        attach(level=2, endpoint=receiver.endpoint),
+        Engine(model_path=tmp_path, tp_size=2, max_total_tokens=1024) as engine,
+    ):
+        engine.generate([7] * 20, SamplingParams(max_new_tokens=10, ignore_eos=True))
+    steps = receiver.named("scheduler.step")
+    assert len(steps) == 20
+    assert sum("sgl_aspects.rank.follower" in step.resource for step in steps) == 10
+    assert sum(point.value for point in receiver.points("sgl_aspects.step.tokens")) == 20 + 9
+    assert sum(point.count for point in receiver.points("sgl_aspects.step.duration")) == 10
+
+
 def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -42,8 +42,9 @@ from sgl_aspects.tracing.export.failures import quiet_exporters, report_line
 from sgl_aspects.tracing.export.metrics import DECODE, STEP
 from sgl_aspects.tracing.export.pipelines import NoExporter, Pipeline, close_all
 from sgl_aspects.tracing.export.span import CollectedSpan
-from sgl_aspects.tracing.records import Record, SpanBegin, SpanEnd
+from sgl_aspects.tracing.records import ProcessDescribed, Record, SpanBegin, SpanEnd
 from sgl_aspects.tracing.sampling import TailChoice
+from sgl_aspects.tracing.schema import FOLLOWER
 from sgl_aspects.tracing.settings import TraceSettings
 from sgl_aspects.tracing.variables import (
     SpanLimits,
@@ -266,7 +267,9 @@ class Collector:
             return
         engine = self._metrics.engine
         for record in records:
-            if isinstance(record, (SpanBegin, SpanEnd)) and record.type.name in (STEP, DECODE):
+            if isinstance(record, ProcessDescribed) and FOLLOWER in record.attributes:
+                engine.follow(writer.name)
+            elif isinstance(record, (SpanBegin, SpanEnd)) and record.type.name in (STEP, DECODE):
                 for key, gap_ns in self._gaps.take(record):
                     if not is_replayed:
                         engine.token_came(gap_ns, self._joiner.trace_of(key))

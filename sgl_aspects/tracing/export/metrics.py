@@ -130,6 +130,7 @@ class EngineMetrics:
         self._kept: dict[tuple[str, int], float] = {}
         self._recorders: Latest[tuple[str, _Labels], Callable[[float], None]] = Latest(_MOST_KEPT)
         self._added = AddedTime()
+        self._followers: set[str] = set()
         # By writer: its process and the figures of its latest step.
         self._states: dict[str, tuple[int, dict[str, AttributeValue]]] = {}
         for name, unit, description in _GAUGES:
@@ -240,6 +241,8 @@ class EngineMetrics:
 
     def step_ended(self, writer: str, process_id: int, step: SpanEnd, *, is_replayed: bool = False) -> None:
         """Count a step, or (without a mode) an idle scheduler. Steps of a replay were counted before."""
+        if writer in self._followers:
+            return
         values = dict(zip(step.type.attributes, step.values))
         self._states[writer] = process_id, values
         added_ns = self._added.of(writer, step.start_ns, step.end_ns)
@@ -253,6 +256,11 @@ class EngineMetrics:
         tokens = _number(values, _TOKENS)
         if tokens is not None:
             self._counters[schema.STEP_TOKENS].add(tokens, labels)
+
+    def follow(self, writer: str) -> None:
+        """Count no step of a rank that runs another one's batches."""
+        self.writer_gone(writer)
+        self._followers.add(writer)
 
     def writer_gone(self, writer: str) -> None:
         """Remove the gauges of a process that has ended."""

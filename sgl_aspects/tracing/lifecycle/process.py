@@ -7,7 +7,14 @@ from typing import Any
 
 from sgl_aspects.tracing.record.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, ProcessDescribed
-from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
+from sgl_aspects.tracing.schema import (
+    DISAGGREGATION_MODE,
+    FOLLOWER,
+    NODE_RANK,
+    RANK,
+    SERVICE_NAME,
+    TRANSFER_BACKEND,
+)
 
 #: The keys of a description, and the resource attribute for each.
 _ATTRIBUTES = {
@@ -16,6 +23,7 @@ _ATTRIBUTES = {
     "transfer_backend": TRANSFER_BACKEND,
     "rank": RANK,
     "node_rank": NODE_RANK,
+    "follower": FOLLOWER,
 }
 
 

@@ -34,7 +34,7 @@ class QueueObserver:
         self._compiled = call("compile_grammar", "req")
         self._kind, self._waits = call("compile_grammar", "kind"), call("compile_grammar", "waits")
         self._ready = call("grammar_ready", "reqs")
-        self._steps = trackers.steps
+        self._steps, self._process = trackers.steps, trackers.process
         self._front_end = reader("scheduler.front_end")
         self._prompt_tokens = reader("message.prompt_tokens")
         self._message_rid = reader("message.rid")
@@ -78,6 +78,7 @@ class QueueObserver:
         elsewhere, front_end = self._remote(message), self._front_end(scheduler)
         if self._is_follower(scheduler):
             self._requests.follow()
+            self._process.describe({"follower": True})
             elsewhere, front_end = self._elsewhere(message), None
         if self._adds_again and rid in self._requests.requests:
             self._requests.preempted(rid, self._output_tokens(message))
