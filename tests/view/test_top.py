@@ -29,8 +29,8 @@ from rich.console import Console
 from sgl_aspects.run.control import OFFSET
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
-from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
-from sgl_aspects.tracing.schema import DECODE, DECODE_LATENTS, DENOISE, ENCODE, PREFILL, QUEUE, REQUEST, STEP
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen
+from sgl_aspects.tracing.schema import DECODE, DECODE_LATENTS, DENOISE, ENCODE, QUEUE, REQUEST, STEP
 from sgl_aspects.view.live import LiveRun, Second
 from sgl_aspects.view.top_screen import View, screen, spark
 from tests.support import workers
@@ -286,52 +286,6 @@ def read_until(descriptor: int, text: str) -> str:
         if select.select([descriptor], [], [], 0.2)[0]:
             seen += os.read(descriptor, 65536).decode("utf-8", "replace")
     return seen
-
-
-def test_overlapped_steps_count_for_what_they_add(tmp_path: Path) -> None:
-    """Two steps are open at once: every 10 ms one ends that began 20 ms before."""
-    recorder = RingRecorder(str(tmp_path), level=3)
-    ms = 1_000_000
-    now = (time.monotonic_ns() // (1000 * ms) - 1) * 1000 * ms + 500 * ms  # all in one second, as counted
-    for number in range(1, 21):
-        end, step = now + 10 * number * ms, recorder.new_id()
-        recorder.spans(SpanType("forward"))(recorder.new_id(), step, step, end - 19 * ms, end - 10 * ms)
-        recorder.spans(STEP)(step, step, 0, end - 20 * ms, end, [number, "decode", 8, 8, 0, 8, 0.5])
-    live = LiveRun(tmp_path)
-    live.poll()
-    text = shown(live, 100)
-    live.close()
-    assert re.search(r"decode +[\d.]+ +8 +10\.0 ms", text)
-    assert "forward 86% " in text  # 9 of 10 ms, and of the first step's 20
-
-
-def test_output_tokens_are_those_of_one_rank_without_rejected_drafts(tmp_path: Path) -> None:
-    """Each of two ranks writes the steps of a request; only the one that answers writes its phases."""
-    recorders = [RingRecorder(str(tmp_path), level=3) for _ in range(2)]
-    ms = 1_000_000
-    start = (time.monotonic_ns() // (1000 * ms) - 1) * 1000 * ms  # all in one second, as counted
-    for rank, recorder in enumerate(recorders):
-        key = recorder.new_id()
-        recorder.write(RequestSeen(key, "one", start))
-        if rank == 0:
-            recorder.spans(QUEUE)(recorder.new_id(), key, key, start, start + 10 * ms, (None,))
-            recorder.spans(PREFILL)(recorder.new_id(), key, key, start, start + 100 * ms, (6000, 0))
-            recorder.announce(DECODE, recorder.new_id(), key, key, start + 100 * ms)
-        first, second = recorder.new_id(), recorder.new_id()
-        recorder.spans(STEP)(first, first, 0, start, start + 100 * ms, [1, "extend", 1, 6000, 0, 1, 0.5])
-        verified: list[Any] = [2, "decode", 1, 4000, 0, 1, 0.5, 3000, 2000]  # drafted, accepted
-        recorder.spans(STEP)(second, second, 0, start + 100 * ms, start + 200 * ms, verified)
-    live = LiveRun(tmp_path)
-    live.poll()
-    text = shown(live, 140)
-    live.close()
-    for recorder in recorders:
-        recorder.close()
-    numbers = re.search(r"prompt tok/s.*\n *(.*)\n", text)
-    assert numbers is not None
-    output, prompt = (float(number.replace(",", "")) for number in numbers.group(1).split()[3:5])
-    assert output * 2 == pytest.approx(prompt, abs=3)  # one for each accepted, and one for each that verifies
-    assert re.search(r"running 1 ", text)
 
 
 def test_a_request_keeps_its_phases_where_its_detokenizer_has_it_too(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""What ``sgl-aspects top`` counts of steps: each once, for the time that it adds, and what it yields."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sgl_aspects.tracing.record.ring_recorder import RingRecorder
+from sgl_aspects.tracing.records import RequestSeen, SpanType
+from sgl_aspects.tracing.schema import DECODE, PREFILL, QUEUE, STEP
+from sgl_aspects.view.live import LiveRun
+from sgl_aspects.view.top_screen import screen
+
+
+def shown(folder: Path) -> str:
+    live = LiveRun(folder)
+    live.poll()
+    text = io.StringIO()
+    Console(file=text, width=140, highlight=False).print(screen(live, live.controls(), 140, 40))
+    live.close()
+    return text.getvalue()
+
+
+def test_overlapped_steps_count_for_what_they_add(tmp_path: Path) -> None:
+    """Two steps are open at once: every 10 ms one ends that began 20 ms before."""
+    recorder = RingRecorder(str(tmp_path), level=3)
+    ms = 1_000_000
+    now = (time.monotonic_ns() // (1000 * ms) - 1) * 1000 * ms + 500 * ms  # all in one second, as counted
+    for number in range(1, 21):
+        end, step = now + 10 * number * ms, recorder.new_id()
+        recorder.spans(SpanType("forward"))(recorder.new_id(), step, step, end - 19 * ms, end - 10 * ms)
+        recorder.spans(STEP)(step, step, 0, end - 20 * ms, end, [number, "decode", 8, 8, 0, 8, 0.5])
+    text = shown(tmp_path)
+    assert re.search(r"decode +[\d.]+ +8 +10\.0 ms", text)
+    assert "forward 86% " in text  # 9 of 10 ms, and of the first step's 20
+
+
+def test_output_tokens_are_those_of_one_rank_without_rejected_drafts(tmp_path: Path) -> None:
+    """Each of two ranks writes the steps of a request; only the one that answers writes its phases."""
+    recorders = [RingRecorder(str(tmp_path), level=3) for _ in range(2)]
+    ms = 1_000_000
+    start = (time.monotonic_ns() // (1000 * ms) - 1) * 1000 * ms  # all in one second, as counted
+    for rank, recorder in enumerate(recorders):
+        key = recorder.new_id()
+        recorder.write(RequestSeen(key, "one", start))
+        if rank == 0:
+            recorder.spans(QUEUE)(recorder.new_id(), key, key, start, start + 10 * ms, (None,))
+            recorder.spans(PREFILL)(recorder.new_id(), key, key, start, start + 100 * ms, (6000, 0))
+            recorder.announce(DECODE, recorder.new_id(), key, key, start + 100 * ms)
+        first, second = recorder.new_id(), recorder.new_id()
+        recorder.spans(STEP)(first, first, 0, start, start + 100 * ms, [1, "extend", 1, 6000, 0, 1, 0.5])
+        verified: list[Any] = [2, "decode", 1, 4000, 0, 1, 0.5, 3000, 2000]  # drafted, accepted
+        recorder.spans(STEP)(second, second, 0, start + 100 * ms, start + 200 * ms, verified)
+    text = shown(tmp_path)
+    for recorder in recorders:
+        recorder.close()
+    numbers = re.search(r"prompt tok/s.*\n *(.*)\n", text)
+    assert numbers is not None
+    output, prompt = (float(number.replace(",", "")) for number in numbers.group(1).split()[3:5])
+    assert output * 2 == pytest.approx(prompt, abs=3)  # one for each accepted, and one for each that verifies
+    assert re.search(r"running 1 ", text)
