@@ -6,9 +6,6 @@ SGL_ASPECTS_SCREENSHOTS names a folder that keeps the screenshots.
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,27 +13,23 @@ import pytest
 
 from sgl_aspects.analysis.sources import Run, load_run
 from sgl_aspects.analysis.spans import Span
-from sgl_aspects.tracing.schema import IDLE_HOST, KERNEL_LAYER, MODE, OPERATOR_NAME
+from sgl_aspects.tracing.schema import (
+    ATTACHED_FLAG,
+    IDLE_HOST,
+    KERNEL_LAYER,
+    MODE,
+    OPERATOR_NAME,
+    REQUEST_ID,
+)
 from sgl_aspects.view.page import page_of
+from tests.support.looker import Looker
 from tests.support.simulated_run import HOSTILE, SimulatedRun
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser
 
 pytestmark = pytest.mark.slow
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SIZES = {"desktop": (1440, 900), "phone": (390, 844)}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium: apt-get install chromium (make test-slow does)")
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -48,42 +41,6 @@ def write_page(folder: Path, requests: int) -> Path:
     run = load_run(str(SimulatedRun(requests).write(folder / "run.otlp.jsonl")))
     (folder / "report.html").write_text(page_of(run), encoding="utf-8")
     return folder / "report.html"
-
-
-class Looker:
-    """An open page, with all of its errors and network requests."""
-
-    def __init__(self, browser: Browser, file: Path, shows: str = "[role=grid]", **context: Any) -> None:
-        self.context = browser.new_context(**context)
-        self.page: Page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(f"file://{file}")
-        self.page.wait_for_selector(shows, timeout=60_000)
-
-    def wait_for_heading(self, begin: str) -> None:
-        self.page.locator(f'.detail h2:text-matches("^{begin}")').wait_for()
-
-    def check(self, name: str) -> None:
-        """Nothing is wider than the screen; axe finds nothing serious; a picture, where they are wanted."""
-        page = self.page
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
-        if os.environ.get("SGL_ASPECTS_SCREENSHOTS"):
-            folder = Path(os.environ["SGL_ASPECTS_SCREENSHOTS"])
-            folder.mkdir(parents=True, exist_ok=True)
-            page.wait_for_timeout(500)
-            page.screenshot(path=folder / f"{name}.png")
-
-    def check_with_axe(self) -> None:
-        from axe_playwright_python.sync_playwright import Axe
-
-        results = Axe().run(self.page).response
-        assert len(results["passes"]) > 20
-        serious = [found for found in results["violations"] if found["impact"] in ("serious", "critical")]
-        assert not serious, [(found["id"], [node["html"] for node in found["nodes"]]) for found in serious]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -397,4 +354,22 @@ def test_functions_of_ones_own_are_all_that_was_recorded(browser: Browser, tmp_p
     assert "key a · found 1, 2" in looker.page.locator(".detail").inner_text()
     assert looker.page.get_by_text("Time to first token").count() == 0
     looker.check_with_axe()
+    assert looker.complaints == []
+
+
+def test_a_request_that_an_attach_met_under_way_is_listed_last(browser: Browser, tmp_path: Path) -> None:
+    """The time that was seen of it is no latency: it is not the slowest, and not in the distribution."""
+    ids = {"part": 9_000_000, "slow": 5_000_000, "quick": 1_000_000}
+    spans = [
+        Span("chat", f"{at}", f"{at}", "", True, 0, ns, {REQUEST_ID: name, ATTACHED_FLAG: name == "part"}, ())
+        for at, (name, ns) in enumerate(ids.items(), 1)
+    ]
+    file = tmp_path / "report.html"
+    file.write_text(page_of(Run("run", spans)), encoding="utf-8")
+    looker = Looker(browser, file)
+    shown = looker.page.locator(".requests .list-rows .cell.strong").all_inner_texts()
+    assert shown == ["5.00 ms", "1.00 ms", "9.00 ms"]
+    looker.page.get_by_role("button", name="Open the slowest: 5.00 ms").click()
+    looker.wait_for_heading("Request slow")
+    assert "p99 4.96 ms" in str(looker.page.get_by_label("Duration: p50").get_attribute("aria-label"))
     assert looker.complaints == []

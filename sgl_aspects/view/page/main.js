@@ -141,7 +141,7 @@ function ownHint(run) {
 }
 
 function hintPanel(title, text, [kind, items, nameOf]) {
-  const slowest = items.reduce((found, item) => (!found || item.duration > found.duration ? item : found), null);
+  const slowest = items.reduce((found, item) => (!found || item.latency > found.latency ? item : found), null);
   const open = () => (location.hash = `${kind}=${slowest.index}`);
   const button = () => el("button", { type: "button", class: "action", onclick: open }, `Open the slowest: ${nameOf(slowest)}${duration(slowest.duration)}`);
   return el("div", { class: "panel hint" }, el("h2", {}, title), text, slowest ? button() : null);

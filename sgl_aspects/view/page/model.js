@@ -104,7 +104,7 @@ class Run {
       phase: Object.fromEntries(PHASES.map((phase) => [phase, usual(requests, (request) => request.phases[phase])])),
       step: new Map(modes.map((mode) => [mode, usual(steps, (step) => (step.mode === mode ? step.duration : null))])),
       tokens: usual(requests, (request) => request.outputTokens ?? 0),
-      duration: usual(requests, (request) => request.duration),
+      duration: usual(requests, (request) => request.latency),
       toFirst: usual(requests, (request) => request.toFirst),
       perToken: usual(requests, (request) => request.perToken),
     };
@@ -119,6 +119,7 @@ class Item {
     this.start = run.start[index];
     this.duration = run.duration[index];
     this.end = this.start + this.duration;
+    this.latency = run.value(index, run.names.ATTACHED_FLAG) || run.value(index, run.names.DETACHED_FLAG) ? null : this.duration;
     this.isError = run.hasError.has(index);
   }
 }

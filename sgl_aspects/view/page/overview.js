@@ -1,7 +1,6 @@
 // The top of the page: what run this is, its numbers, and the distributions of the three latencies.
 
 function header(run) {
-  const begin = new Date(run.t0_ms);
   const models = [...new Set(run.requests.filter((request) => !request.isRefused).map((request) => request.model))];
   const processes = new Set(run.process).size;
   return el(
@@ -12,7 +11,7 @@ function header(run) {
       "p",
       { class: "muted" },
       [
-        `${begin.toLocaleString("en-GB")}, ${duration(run.end)}`,
+        `${new Date(run.t0_ms).toLocaleString("en-GB")}, ${duration(run.end)}`,
         plural(run.requests.length, "request"),
         plural(run.steps.length, "step"),
         plural(run.size, "span"),
@@ -75,7 +74,7 @@ function ofSteps(timed, all) {
 const LATENCIES = [
   ["toFirst", "Time to first token", "queue"],
   ["perToken", "Time per output token", "decode"],
-  ["duration", "Duration", "forward"],
+  ["latency", "Duration", "forward"],
 ];
 
 /** `filter(what, key, low, high)` is called for the bar that is clicked. */

@@ -20,11 +20,11 @@ function requestList(run, open) {
   return new VirtualList({
     label: "Requests",
     open,
-    sortedBy: "duration",
+    sortedBy: "latency",
     className: "requests",
     columns: [
       { key: "start", title: "Started", hint: "since the run began", className: "number hide-narrow", text: duration },
-      { key: "duration", title: "Duration", className: "number strong", text: duration },
+      { key: "latency", title: "Duration", className: "number strong", draw: (cell, { duration: all }) => (cell.textContent = duration(all)) },
       {
         key: "standout",
         title: "Phases",
