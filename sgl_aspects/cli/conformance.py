@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status 1 where a check failed."""
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # a kernel that crashes is named
-    if arguments.platform is not None:
+    if arguments.platform not in (None, os.environ.get("SGLANG_PLATFORM", "").partition("=")[0]):
         # Through the variable, so that the processes that checks start choose the same.
         os.environ["SGLANG_PLATFORM"] = arguments.platform
     from sgl_aspects.conformance import run_checks, selected_checks

@@ -86,7 +86,7 @@ def _folder(package: str) -> Path:
     origin = spec.origin if spec is not None else None
     if origin is None or not origin.endswith(".py"):
         raise ConfigError(
-            f"the source of {package!r} is not installed here, so its functions cannot be locked"
+            f"the source of {package!r} is neither installed here nor on PYTHONPATH: it cannot be locked"
         )
     path = Path(origin)
     return path.parent.parent if path.name == "__init__.py" else path.parent

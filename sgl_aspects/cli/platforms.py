@@ -59,7 +59,7 @@ def _details(choice: PlatformChoice) -> dict[str, str]:
     platform = choice.platform
     facts: dict[str, Callable[[], str]] = {
         "class": lambda: f"{type(platform).__module__}:{type(platform).__qualname__}",
-        "devices": lambda: f"{platform.device_count()} × {platform.get_device_name()}",
+        "devices": lambda: f"{platform.device_count():d} × {platform.get_device_name()}",
         "capability": lambda: _capability(platform),
         "memory": lambda: _memory(platform),
         "host": lambda: platform.get_cpu_architecture().value,

@@ -120,7 +120,7 @@ def _announce(settings: TraceSettings) -> None:
             what = " ".join(("requests", "+ scheduler", "+ forward", "+ layers")[: settings.level])
             places = settings.destinations()
             if "otlp" in settings.exporters and refuses_connections(places[0]):
-                places[0] += " (nothing listens there yet)"
+                places[0] += " (nothing listens there yet; for hooks alone: --level 0)"
             where = ", ".join(places) or "no exporter"
             say(f"sgl-aspects: tracing {what} (--level {settings.level}) to {where}")
 

@@ -21,11 +21,12 @@ def test_what_is_traced_and_where_it_goes_is_said_once(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_is_not_there_is_two_lines_and_no_wait() -> None:
+    hint = "(nothing listens there yet; for hooks alone: --level 0)"
     endpoint, waits = f"http://localhost:{free_port()}", "600"  # longer than this test
     program = ("--", sys.executable, "-c", "")
     done = command("run", "--endpoint", endpoint, *program, ASPECTS_TRACE_FLUSH_SECONDS=waits)
     assert without_room(done.stderr).splitlines() == [
-        f"sgl-aspects: tracing requests (--level 1) to {endpoint} (nothing listens there yet)",
+        f"sgl-aspects: tracing requests (--level 1) to {endpoint} {hint}",
         f"sgl-aspects collector: nothing listens at {endpoint}: start a backend there, or choose --file FILE",
     ]
 

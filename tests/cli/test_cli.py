@@ -20,6 +20,7 @@ from sgl_aspects.cli.arguments import positive_integer
 from sgl_aspects.cli.main import COMMANDS, Command, main
 from sgl_aspects.errors import AspectsError
 from sgl_aspects.platforms import set_current_platform
+from sgl_aspects.platforms.cpu import CpuPlatform
 from tests.support.processes import command, error_of, finished, output_of, python
 
 
@@ -226,6 +227,19 @@ def test_platforms_shows_what_was_chosen_and_why(
     assert ["cuda", "built-in", "not", "chosen", "not", "queried:", "SGLANG_PLATFORM=cpu"] in lines
     assert "sgl_aspects.platforms.cpu:CpuPlatform" in output
     assert "GiB free of" in output
+
+
+class Countless(CpuPlatform):
+    def device_count(self) -> int:
+        return None  # type: ignore[return-value]
+
+
+def test_a_platform_that_counts_no_devices_is_shown_as_unfinished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", f"mine={__name__}:Countless")
+    (line,) = [line for line in platforms_output(capsys).splitlines() if line.startswith("devices")]
+    assert line.split()[1:3] == ["failed:", "TypeError:"]
 
 
 def test_platforms_shows_what_was_found_when_none_can_be_chosen() -> None:

@@ -23,7 +23,7 @@ from sgl_aspects.platforms.cpu import CpuPlatform
 from sgl_aspects.runtime.ops import Operator, SiluAndMul
 from tests.support.broken_platforms import FAULTS, POOL_FAULTS, Broken
 from tests.support.broken_runners import HearsNoTensors, ScattersNothing
-from tests.support.processes import command
+from tests.support.processes import command, output_of
 
 pytestmark = pytest.mark.slow
 
@@ -227,6 +227,13 @@ def test_the_command_reports_faults_that_processes_show(tmp_path: Path) -> None:
     failure = suite.find("testcase[@name='peak']/failure")
     assert failure is not None
     assert failure.get("message") == "write get_current_memory_usage"
+
+
+def test_a_platform_by_the_name_that_the_environment_gives_its_class() -> None:
+    """As in every command: a class that is not packaged yet."""
+    chosen = {"SGLANG_PLATFORM": "mine=sgl_aspects.platforms.cpu:CpuPlatform"}
+    words = ("conformance", "--platform", "mine", "--only", "identity.family")
+    assert "Conformance of platform 'mine'" in output_of(command(*words, **chosen))
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,8 @@ class EngineServer:
         return self._request("GET", path)[0]
 
     def run_folder(self) -> Path:
-        """The run folder of this server: others may be traced on the machine, too."""
-        for run in runs():
+        """The run folder of this server: others may be traced on the machine, too, or have had its ids."""
+        for run in reversed(runs()):
             for ring in run.glob("*.ring"):
                 with contextlib.suppress(ProcessLookupError):
                     if os.getsid(int(ring.name.split("-")[0])) == self.process.pid:

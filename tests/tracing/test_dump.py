@@ -21,7 +21,7 @@ from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, 
 from tests.support import workers
 from tests.support.processes import command, error_of, output_of, wait_until
 from tests.support.rings import poll
-from tests.support.sessions import begin, read_file, run_scheduler
+from tests.support.sessions import begin, collected, read_file, run_scheduler
 
 pytestmark = pytest.mark.usefixtures("forked_collectors")
 
@@ -146,6 +146,12 @@ def test_a_terminal_with_ascii_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with attach(exporters=["console"]) as session:
         begin(session, "Käse")()
         assert "id=K\\xe4se" in command("dump", "--run", session.run_folder).stdout
+
+
+def test_a_value_is_shown_once_though_two_attributes_have_it() -> None:
+    attributes = {"gen_ai.request.model": "m", "gen_ai.response.model": "m", "mine.model": "other"}
+    span = collected(1).with_attributes(attributes).readable()
+    assert dump.write([span], "text").rstrip().endswith("s  model=m model=other")
 
 
 def test_where_nothing_can_be_read(tmp_path: Path) -> None:

@@ -255,6 +255,7 @@ _MISMATCH = (
     'SSLError(SSLCertVerificationError(1, "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: '
     "Hostname mismatch, certificate is not valid for 'host'. (_ssl.c:1006)\"))"
 )
+_UNKNOWN_CA = _MISMATCH.replace("Hostname mismatch, certificate is not valid for 'host'", "{}")
 _NO_PROXY = (
     "ProxyError('Unable to connect to proxy', NewConnectionError(\"HTTPConnection(host='there', port=1): "
     'Failed to establish a new connection: [Errno 111] Connection refused"))'
@@ -265,6 +266,16 @@ _NO_PROXY = (
     ("scheme", "cause", "told"),
     [
         ("HTTPS", _MISMATCH, "cannot be reached: Hostname mismatch, certificate is not valid for 'host' ("),
+        (
+            "HTTPS",
+            _UNKNOWN_CA.format("unable to get local issuer certificate"),
+            "unable to get local issuer certificate; name the CA's file in OTEL_EXPORTER_OTLP_CERTIFICATE (",
+        ),
+        (
+            "HTTPS",
+            _UNKNOWN_CA.format("self-signed certificate"),
+            "self-signed certificate; name the CA's file in OTEL_EXPORTER_OTLP_CERTIFICATE (",
+        ),
         ("HTTP", _NO_PROXY, "the proxy there:1 cannot be reached: Connection refused ("),
         ("HTTPS", _NO_PROXY, "there:1 cannot be reached through the proxy: Connection refused ("),
         (

@@ -84,8 +84,8 @@ def _lines(spans: Sequence[ReadableSpan], names: Mapping[int, str]) -> Iterator[
         start, end = span.start_time or 0, span.end_time or 0
         moment = datetime.datetime.fromtimestamp(start / 1e9).isoformat(timespec="microseconds")[11:]
         process = span.resource.attributes.get("process.pid", "?")
-        values = dict(span.attributes or {}).items()
-        attributes = " ".join(f"{key.rpartition('.')[2]}={value!s}" for key, value in values)
+        values = dict(span.attributes or {}).items()  # a value may have two names that end alike
+        attributes = " ".join(dict.fromkeys(f"{key.rpartition('.')[2]}={value!s}" for key, value in values))
         request = _request_of(span, names)
         mark = " ERROR" if span.status.status_code is StatusCode.ERROR else ""
         line = f"{moment} {process!s:>8} {(end - start) / 1e6:10.3f} ms  {'  ' * depth}{span.name}{mark}  "

@@ -65,7 +65,9 @@ def _shortened(text: str) -> str:
         if address[0].startswith("HTTPS"):
             return f"{where} cannot be reached through the proxy: {reason[1]}"
         where = f"the proxy {where}"
-    return f"{where} cannot be reached: {reason[1]}"
+    is_unknown = re.match("self.signed|unable to get", reason[1])
+    help = "; name the CA's file in OTEL_EXPORTER_OTLP_CERTIFICATE" if is_unknown else ""
+    return f"{where} cannot be reached: {reason[1]}{help}"
 
 
 def quiet_exporters() -> None:
