@@ -110,7 +110,7 @@ def _print(causes: Causes, explanation: Explanation) -> None:
         cause = found.ranked()[0][0]
         guilty = found.worst(cause)[:1]
         at = duration((gap.start_ns - request.start_ns) / 1e9)
-        step = gap.step.attributes.get(schema.STEP_ID)
+        step = gap.step.attributes.get(schema.STEP_ID, gap.step.trace_id)
         text = f"{duration(gap.seconds)} after {at}, step {step}: {cause.value}"
         text += "".join(f" ({_id(causes.by_id[span_id])})" for span_id, _ in guilty)
         output.print(escape(one_line(text, 200)), soft_wrap=True)

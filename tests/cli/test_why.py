@@ -58,6 +58,21 @@ def test_what_may_be_left_out_is_not_said_to_be_required(capsys: pytest.CaptureF
     assert capsys.readouterr().err.endswith("required: REQUEST\n")
 
 
+def test_a_stall_names_the_trace_of_a_step_without_a_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM's and transformers' steps have none."""
+    run = SimulatedRun(40)
+    steps = [span for _, span in run.spans if span["name"] == "scheduler.step"]
+    for step in steps:
+        step["attributes"] = [each for each in step["attributes"] if each["key"] != "sgl_aspects.step.id"]
+    assert main(["why", "request-18", str(run.write(tmp_path / "numberless.jsonl"))]) == 0
+    stalls = [line for line in capsys.readouterr().out.splitlines() if ", step " in line]
+    named = {line.split(", step ")[1].split(":")[0] for line in stalls}
+    assert named
+    assert named <= {step["traceId"] for step in steps}
+
+
 def test_the_slowest_request(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", "slowest", str(file)]) == 0
     assert "request-" in capsys.readouterr().out.splitlines()[0]

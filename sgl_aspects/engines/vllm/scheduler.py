@@ -48,12 +48,13 @@ class Scheduled:
 
     def prompts(self, batch: Any) -> list[tuple[str, int, bool]]:
         """Return of each request of a batch that is just launched: its id, the tokens of its prompt in the
-        batch, and whether these complete it.
+        batch (places for drafts beside a last one are none), and whether these complete it.
         """
         new, resumed = batch.scheduled_new_reqs, batch.scheduled_cached_reqs.resumed_req_ids
         found = []
         for rid in dict.fromkeys([*(one.req_id for one in new), *resumed, *self._begun]):
-            request, tokens = self._request(rid), batch.num_scheduled_tokens.get(rid)
+            request, tokens = self._request(rid), batch.num_scheduled_tokens.get(rid, 0)
+            tokens -= len(batch.scheduled_spec_decode_tokens.get(rid, ()))
             if request is not None and tokens:
                 if self._transfers is not None:
                     self._transfers.prefills(request)

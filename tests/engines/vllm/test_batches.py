@@ -192,6 +192,9 @@ def test_prompts_are_known_chunk_by_chunk_though_decodes_are_mixed_in() -> None:
     ]
     assert schedule(batch(cached={"a": (100, 1), "b": (3, 1)})) == []
     assert schedule(batch(cached={"a": (0, 2)}, resumed=("a",), tokens={"a": 102})) == [("a", 102, True)]
+    # Beside a prompt of one token are places for drafts.
+    padded = batch(new={"b": 1}, tokens={"b": 5}, guessed={"b": [-1] * 4})
+    assert schedule(padded) == [("b", 1, True)]
 
 
 def test_a_pass_of_a_worker_is_in_the_trace_of_its_step_without_a_record_of_the_step() -> None:

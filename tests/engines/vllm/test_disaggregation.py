@@ -16,6 +16,7 @@ from sgl_aspects.tracing.lifecycle.calls import CallTracker
 from sgl_aspects.tracing.lifecycle.requests import Chunk
 from sgl_aspects.tracing.options import DEFAULTS
 from tests.support.memory_recorder import Memory
+from tests.support.vllm_messages import batch
 
 MANAGER = SimpleNamespace(model_config=SimpleNamespace(served_model_name="mini"))
 
@@ -97,14 +98,8 @@ class FakeScheduler:
 
     def schedule(self, status: str, tokens: int = 0) -> None:
         self.request.status = SimpleNamespace(name=status)
-        new = [SimpleNamespace(req_id="r")] if tokens else []
-        cached = SimpleNamespace(resumed_req_ids=set())
-        counts = {"r": tokens} if tokens else {}
-        message = SimpleNamespace(
-            scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts
-        )
         self._scheduled.begin_transfers()
-        self._scheduled.prompts(message)
+        self._scheduled.prompts(batch(new={"r": tokens} if tokens else {}))
 
     def prefill(self) -> None:
         tracked = self.trackers.requests.requests["r"]
