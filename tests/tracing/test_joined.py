@@ -115,6 +115,24 @@ def test_a_request_inside_a_span_of_ours_is_a_request(receiver: Receiver) -> Non
     assert figures.count == 2
 
 
+def test_an_aborted_request_ends_no_earlier_than_its_phases() -> None:
+    """Its scheduler hears of the abort from the caller's process, after the end there."""
+    durations: list[int] = []
+    joiner = Joined(on_request=lambda begin, end, _: durations.append(end.end_ns - begin.start_ns))
+    joiner.received()
+    joiner.received(17, "answer", parent_id=7)
+    joiner.of_caller(SpanEnd(REQUEST, 17, 17, 0, 5, 20, error="abort"))
+    joiner.of_caller(SpanEnd(REQUEST, 7, 7, 0, 5, 20, error="abort"))
+    joiner.of_scheduler(RequestSeen(8, "answer", 10), SpanEnd(SpanType("decode"), 18, 8, 8, 10, 30))
+    joiner.finish()
+    assert [(span.name, span.end_time) for span in joiner.spans] == [
+        ("decode", 30),
+        ("chat m", 30),
+        ("chat m", 30),
+    ]
+    assert durations == [25]
+
+
 def test_a_second_process_gets_the_request_of_a_caller_that_went_away() -> None:
     """The scheduler sees it while it is open; the detokenizer, with the first output, when it has ended."""
     joiner = Joined()

@@ -328,6 +328,10 @@ class Joiner:
         if root is None or root.begin is None or root.has_ended:
             return
         begin = root.begin
+        if record.error and root.last_child_ns > record.end_ns:  # its scheduler heard of the abort later
+            record = record._replace(end_ns=root.last_child_ns)
+        if root.group is not None:
+            root.group.last_child_ns = max(root.group.last_child_ns, record.end_ns)
         attributes = {**begin.attributes, **root.waits(), **root.latencies}
         if _PREFILL in root.latencies:
             attributes[_INFERENCE] = root.latencies[_PREFILL] + root.latencies.get(_DECODE, 0.0)
