@@ -144,7 +144,7 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with engine_receiver() as receiver:
         run = [*run_prefix(receiver, level=3)[:-1], "--report", str(folder / "reports"), "--"]
         environment = {
-            "PYTHONPATH": str(plugin),
+            "PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")]),
             "HOOKED": str(hooked),
             "SGLANG_PLATFORM": "acme",
             "OTEL_METRIC_EXPORT_INTERVAL": "1000",

@@ -111,7 +111,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     plugins.mkdir()
     install_plugin(plugins, "stamps", STAMPS)
     environment = {
-        "PYTHONPATH": str(plugins),
+        "PYTHONPATH": os.pathsep.join([str(plugins), os.environ.get("PYTHONPATH", "")]),
         "STAMPS": str(folder / "stamps-"),
         "OTEL_METRIC_EXPORT_INTERVAL": "1000",
     }

@@ -121,7 +121,7 @@ def cluster(folder: Path, receiver: Receiver) -> Iterator[Cluster]:
     plugins.mkdir(parents=True)
     install_plugin(plugins, "held_transfers", HELD_TRANSFERS)
     environment = {
-        "PYTHONPATH": str(plugins),
+        "PYTHONPATH": os.pathsep.join([str(plugins), os.environ.get("PYTHONPATH", "")]),
         "HOLD": str(hold),
         "OTEL_METRIC_EXPORT_INTERVAL": "1000",
         "OTEL_BSP_SCHEDULE_DELAY": "500",
