@@ -101,7 +101,7 @@ def test_the_kernels_of_a_live_engine_are_below_its_forward_passes(served: Serve
     for span_id, kernels in found.items():
         forward = passes[span_id]
         assert len(kernels) > 5
-        # Kernels and idle times together are the device's time. On a GPU one may begin before the last has ended.
+        # Kernels and idle times together are the device's time. On a GPU, kernels may overlap.
         busy_ns, reached_ns = 0, kernels[0].start_ns
         for kernel in kernels:
             busy_ns += max(0, kernel.end_ns - max(reached_ns, kernel.start_ns))

@@ -67,8 +67,8 @@ def kernels_of(
     ``passes``: their begin and end, in the events' time, in this order. A kernel belongs to the pass that
     launched it (one replay of a graph launches many), otherwise to the one during which it ran. The idle time
     before it counts from the end of any kernel, or from the begin of its pass: the times of a pass, in which
-    kernels may overlap, add up to what lies between its begin and its last end. ``is_host``: the host is the device, and its
-    operators are the kernels. ``name_of``: see ``ModuleRanges.names``.
+    kernels may overlap, add up to what lies between its begin and its last end. ``is_host``: the host is the
+    device, and its operators are the kernels. ``name_of``: see ``ModuleRanges.names``.
     """
     begins = [begin for begin, _ in passes]
     found: list[list[Kernel]] = [[] for _ in passes]
