@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,9 +151,8 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             "SGLANG_PLATFORM": "acme",
             "OTEL_METRIC_EXPORT_INTERVAL": "1000",
         }
-        with serve(
-            model, folder / "log", prefix=run, command=SGLANG_SERVE, environment=environment
-        ) as server:
+        options: dict[str, Any] = {"prefix": run, "command": SGLANG_SERVE, "environment": environment}
+        with serve(model, folder / "log", **options) as server:
             assert server.get("/get_model_info") == 200
             # Twice, so that the second time the prompts are in the prefix cache.
             server.chats(PROMPTS, [{}] * len(PROMPTS))
