@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -145,14 +144,13 @@ def run(model: Path, plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     hooked.touch()
     with engine_receiver() as receiver:
         run = [*run_prefix(receiver, level=3)[:-1], "--report", str(folder / "reports"), "--"]
-        environment = {
+        names = {
             "PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")]),
             "HOOKED": str(hooked),
             "SGLANG_PLATFORM": "acme",
             "OTEL_METRIC_EXPORT_INTERVAL": "1000",
         }
-        options: dict[str, Any] = {"prefix": run, "command": SGLANG_SERVE, "environment": environment}
-        with serve(model, folder / "log", **options) as server:
+        with serve(model, folder / "log", prefix=run, command=SGLANG_SERVE, environment=names) as server:
             assert server.get("/get_model_info") == 200
             # Twice, so that the second time the prompts are in the prefix cache.
             server.chats(PROMPTS, [{}] * len(PROMPTS))
@@ -396,7 +394,7 @@ def test_several_workers_and_replicas_beside_sglangs_own_tracing(model: Path, tm
     with engine_receiver() as receiver:
         more = ["--tokenizer-worker-num", "2", "--dp-size", "2", "--enable-trace"]
         more += ["--otlp-traces-endpoint", f"{receiver.endpoint}/v1/traces"]
-        environment = {
+        names = {
             "SGL_ASPECTS_TRACE": "2",
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
