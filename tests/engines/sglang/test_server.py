@@ -394,7 +394,7 @@ def test_several_workers_and_replicas_beside_sglangs_own_tracing(model: Path, tm
     with engine_receiver() as receiver:
         more = ["--tokenizer-worker-num", "2", "--dp-size", "2", "--enable-trace"]
         more += ["--otlp-traces-endpoint", f"{receiver.endpoint}/v1/traces"]
-        names = {
+        environment = {
             "SGL_ASPECTS_TRACE": "2",
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
