@@ -11,9 +11,9 @@ from sgl_aspects.tracing.records import AttributeValue
 
 # Operations by the end of the path: OpenAI's names, Anthropic's, and the engines' own.
 _OPERATIONS = {
-    "chat": ("/chat/completions", "/messages", "/responses", "/chat"),
+    "chat": ("/chat/completions", "/completions/batch", "/messages", "/responses", "/chat"),
     "embeddings": ("/embeddings", "/embed", "/encode", "/pooling", "/classify"),
-    "rerank": ("/rerank", "/score"),
+    "rerank": ("/rerank", "/score", "_scoring", "/decisions", "/systemone"),
     "text_completion": ("/completions", "/generate", "/audio/transcriptions", "/audio/translations"),
     "generate_content": ("/images/generations", "/images/edits", "/videos"),
 }
