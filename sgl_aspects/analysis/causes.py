@@ -211,12 +211,14 @@ class Causes:
         latest = 0
         for span in (each for each in self._phases(request) if each.name == _DECODE):
             now = latest or span.start_ns  # it goes on after it was preempted
-            for step in self._steps_in(span):
-                is_first = step.span.start_ns <= span.start_ns and not step.is_decode
-                if span.parent_id not in step.members or (is_first and not latest):
-                    continue
+            steps = [step for step in self._steps_in(span) if span.parent_id in step.members]
+            steps = [step for step in steps if step.span.start_ns < span.end_ns]
+            if not latest and steps and not steps[0].is_decode and steps[0].span.start_ns <= span.start_ns:
+                del steps[0]  # it brought the first token
+            for step in steps:
                 found.append(Gap(step.span, now, span.parent_id))
-                latest = now = step.span.end_ns
+                now = step.span.end_ns
+            latest = now
         return found
 
     def explain_gap(self, request: Span, gap: Gap) -> Explanation:

@@ -108,6 +108,23 @@ def test_a_histogram_has_a_sample_for_each_gap_and_opens_the_trace(model: Path) 
             assert opened <= traces, name
 
 
+def test_a_preempted_request_has_one_gap_until_its_next_token() -> None:
+    """Its prompt is computed again in parts. Right after its first token, as between any two."""
+    gaps = TokenGaps()
+    found = []
+    passes: list[list[SpanBegin | SpanEnd]] = [
+        [SpanBegin(DECODE, 1, 8, 8, 95), SpanEnd(STEP, 10, 10, 0, 50, 100, links=[8])],
+        [SpanEnd(DECODE, 1, 8, 8, 95, 101, [1, None]), SpanEnd(STEP, 11, 11, 0, 110, 200, links=[8])],
+        [SpanEnd(STEP, 12, 12, 0, 200, 300, links=[8]), SpanBegin(DECODE, 2, 8, 8, 390)],
+        [SpanEnd(STEP, 13, 13, 0, 300, 400, links=[8]), SpanEnd(DECODE, 2, 8, 8, 390, 490, [3, "stop"])],
+        [SpanEnd(STEP, 14, 14, 0, 400, 500, links=[8])],
+    ]
+    for record in itertools.chain(*passes):
+        found += [gap for _, gap in gaps.take(record)]
+    assert found == [295, 110]
+    assert not len(gaps)
+
+
 @pytest.mark.parametrize("ends", ["before it decodes", "while it decodes"])
 def test_a_request_that_ends_in_no_step_is_not_followed_for_ever(ends: str) -> None:
     """Its caller went away: the scheduler writes its next token's step without it."""

@@ -200,6 +200,15 @@ def test_who_runs_while_a_request_is_preempted_is_named() -> None:
     assert found.culprits[Cause.PREEMPTED] == {"other": pytest.approx(0.75)}
 
 
+def test_a_request_that_is_preempted_after_its_first_token_has_a_gap_until_the_second() -> None:
+    again = [span("queue", 101, 200, "r"), span("prefill", 200, 395, "r"), span("decode", 395, 500, "r")]
+    steps = [step(10, 100, ["r"], "extend"), step(200, 300, ["r"], "extend"), step(300, 400, ["r"], "mixed")]
+    spans = [request("r", 0, 500), *phases("r", 0, 10, 95, 101), *again, *steps, step(400, 500, ["r"])]
+    causes = Causes(spans)
+    found = [(gap.start_ns / MS, gap.step.end_ns / MS) for gap in causes.gaps(causes.by_id["r"])]
+    assert found == [(95, 400), (400, 500)]
+
+
 def test_what_its_caller_did_not_read_delays_an_answer_only_after_it_was_made() -> None:
     """Also where the caller read a part of the time: the rest of it is delivery."""
     unread = span("wait_for_caller", 50, 450, "r", process_id=1, attributes={schema.UNREAD_TIME: 0.3})

@@ -17,7 +17,7 @@ from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.context import TraceContext
 from sgl_aspects.tracing.record import format as ring_format
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
-from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanType
+from sgl_aspects.tracing.records import ProcessDescribed, RequestBegin, RequestSeen, RequestSent, SpanType
 from tests.support import workers
 from tests.support.processes import command, error_of, output_of, wait_until
 from tests.support.rings import poll
@@ -175,6 +175,21 @@ def test_a_file_that_cannot_be_written(killed: Path, tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "No such file or directory" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_spans_of_each_rank_name_it(tmp_path: Path) -> None:
+    """Also those in a ring that is read before the other rank's."""
+    recorders = [RingRecorder(str(tmp_path)) for _ in range(2)]
+    for rank, recorder in enumerate(recorders):
+        recorder.write(ProcessDescribed({"sgl_aspects.rank": f"tp{rank}"}))
+        recorder.spans(SpanType("decode"))(7 + rank, 7 + rank, 0, 5, 9)
+    rings = [RingReader(path, read_only=True) for path in tmp_path.glob("*.ring")]
+    found = [dict(span.attributes or {}) for span in dump.spans_of(rings, 1e12)]
+    assert {each["sgl_aspects.rank"] for each in found} == {"tp0", "tp1"}
+    for ring in rings:
+        ring.close()
+    for recorder in recorders:
+        recorder.close()
 
 
 def test_the_caller_s_ring_is_read_first(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ class _Latest:
     """The latest token of a request."""
 
     at_ns: int
+    #: When its decode phase ended; if it was preempted, the steps from then on compute its prompt again.
+    ended_ns: int = 0
     is_first: bool = True
     is_last: bool = False
 
@@ -57,13 +59,14 @@ class TokenGaps:
 
     def _decode_ended(self, record: SpanEnd) -> None:
         latest = self._latest.get(record.root_id)
-        if latest is not None and record.values[_REASON : _REASON + 1] not in ((), [], (None,), [None]):
-            latest.is_last = True
+        if latest is not None:
+            latest.ended_ns = record.end_ns
+            latest.is_last = record.values[_REASON : _REASON + 1] not in ((), [], (None,), [None])
 
     def _step_ended(self, step: SpanEnd) -> Iterator[tuple[int, int]]:
         for key in step.links:
             latest = self._latest.get(key)
-            if latest is None:
+            if latest is None or 0 < latest.ended_ns <= step.start_ns:
                 continue  # a part of its prompt
             if latest.is_first and latest.at_ns >= step.start_ns:
                 latest.is_first = False  # of this very step
