@@ -57,6 +57,9 @@ class Request:
     error: str = ""
     #: The response's, of a request that failed; 0: none.
     status: int = 0
+    #: One of several answers to a request, which has them.
+    is_answer: bool = False
+    answers: list[Request] = field(default_factory=list)
 
     @property
     def outcome(self) -> str:
@@ -77,10 +80,12 @@ class Request:
 class Phases:
     """The seconds of a request in each phase so far, and since when it is in the current one.
 
-    ``key``: its scheduler's key of it. ``first_ns``: when its decode phase began; 0: not yet.
+    ``key``: its scheduler's key of it. ``begin_ns``: of its first phase. ``first_ns``: when its decode phase
+    began; 0: not yet.
     """
 
     key: int = 0
+    begin_ns: int = 0
     first_ns: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     current: str = ""
@@ -191,11 +196,16 @@ class LiveRun:
 
     def first_token(self, request: Request) -> float | None:
         """Return seconds until the first token: where no caller saw it by itself, the scheduler's."""
-        phases = self.phases.get(request.id)
-        seen = request.time_to_first_token
-        if seen is not None or request.error or phases is None or not phases.first_ns:
-            return seen
-        return max(0, phases.first_ns - request.start_ns) / 1e9
+        known = filter(None, map(self.phases_of, (request, *request.answers)))
+        firsts = [phases.first_ns for phases in known if phases.first_ns]
+        if request.time_to_first_token is not None or request.error or not firsts:
+            return request.time_to_first_token
+        return max(0, min(firsts) - request.start_ns) / 1e9
+
+    def phases_of(self, request: Request) -> Phases | None:
+        """Return its phases; None if they are not known, or those of a later request with its id."""
+        found = self.phases.get(request.id)
+        return found if found and found.begin_ns <= (request.end_ns or found.begin_ns) else None
 
     def time_per_output_token(self, request: Request) -> float | None:
         first = self.first_token(request)
@@ -273,7 +283,12 @@ class LiveRun:
                 self._begin(record)
             elif isinstance(record, RequestBegin):
                 self.model = str(record.attributes.get(schema.REQUEST_MODEL, "")) or self.model
-                self.open[record.span_id] = Request(record.request_id, record.start_ns, self.model)
+                request = Request(record.request_id, record.start_ns, self.model)
+                whole = None if record.remote else self.open.get(record.parent_id)
+                if whole is not None and schema.OPERATION not in record.attributes:
+                    request.is_answer = True
+                    whole.answers.append(request)
+                self.open[record.span_id] = request
             elif isinstance(record, RequestSeen):
                 self._ids[record.key] = record.request_id
 
@@ -292,7 +307,7 @@ class LiveRun:
             return None
         phases = self.phases.get(rid)
         if phases is None or phases.key != record.root_id:
-            phases = self.phases[rid] = Phases(record.root_id)
+            phases = self.phases[rid] = Phases(record.root_id, record.start_ns)
         return phases
 
     def _span(self, name: str, record: SpanEnd) -> None:
@@ -351,7 +366,7 @@ class LiveRun:
         request.cached_tokens = int(_number(values.get(schema.CACHED_TOKENS)))
         request.output_tokens = int(_number(values.get(schema.OUTPUT_TOKENS)))
         request.error, request.status = record.error, int(_number(values.get(schema.STATUS_CODE)))
-        self.finished_requests += 1
+        self.finished_requests += not request.is_answer
         self._second(record.end_ns).finished.append(request)
 
     def _second(self, time_ns: int) -> Second:

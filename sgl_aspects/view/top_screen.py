@@ -86,7 +86,7 @@ def screen(
     view = view or View()
     now = run.now_ns()
     seconds = _window(run, now)
-    finished = [request for second in seconds for request in second.finished]
+    finished = [each for second in seconds for each in second.finished if not each.is_answer]
     parts: list[RenderableType] = [
         _head(run, controls, width, view.note),
         *([Text(_KEYS, style="bold")] if view.has_keys else []),
@@ -118,7 +118,7 @@ def _chosen(
     run: LiveRun, request: Request, now_ns: int, causes: Sequence[tuple[str, float, list[str]]]
 ) -> Text:
     """Return one request's phases and causes, and how to learn more of them."""
-    phases = run.phases.get(request.id)
+    phases = run.phases_of(request)
     times = phases.until(request.end_ns or now_ns) if phases else {}
     elsewhere = request.seconds(now_ns) - sum(times.values())
     text = Text.assemble((one_line(request.id, 60), "bold"), (f" {one_line(request.model, 40)}", "dim"))
@@ -169,7 +169,7 @@ def _requests(run: LiveRun, seconds: Sequence[Second], finished: Sequence[Reques
         output = sum(request.output_tokens for request in finished)
     failed = sum(request.is_error for request in finished)
     return _numbers(
-        ("in flight", str(len(run.open)), ""),
+        ("in flight", str(sum(not request.is_answer for request in run.open.values())), ""),
         ("finished/s", f"{len(finished) / span:.1f}", ""),
         ("failed", str(failed), "bold red" if failed else ""),
         ("output tok/s", f"{output / span:,.0f}", "bold"),
@@ -264,7 +264,7 @@ def _listed(
     table.add_row(*(Text(text, style="dim") if isinstance(text, str) else text for text in headings))
     longest = max(1e-9, *(request.seconds(now_ns) for request in found))
     for request in found:
-        phases = run.phases.get(request.id)
+        phases = run.phases_of(request)
         times = phases.until(request.end_ns or now_ns) if phases else {}
         state = request.outcome if request.end_ns else (phases.current if phases else "") or "open"
         first = run.first_token(request)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sgl_aspects.tracing import context
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
-from sgl_aspects.tracing.records import RequestSeen, SpanType
-from sgl_aspects.tracing.schema import DECODE, PREFILL, QUEUE, STEP
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
+from sgl_aspects.tracing.schema import DECODE, PREFILL, QUEUE, REQUEST, STEP
 from sgl_aspects.view.live import LiveRun
 from sgl_aspects.view.top_screen import screen
 
@@ -65,3 +66,41 @@ def test_output_tokens_are_those_of_one_rank_without_rejected_drafts(tmp_path: P
     output, prompt = (float(number.replace(",", "")) for number in numbers.group(1).split()[3:5])
     assert output * 2 == pytest.approx(prompt, abs=3)  # one for each accepted, and one for each that verifies
     assert re.search(r"running 1 ", text)
+
+
+def test_a_request_for_two_answers_is_one_request_and_has_their_first_token(tmp_path: Path) -> None:
+    recorder, ms = RingRecorder(str(tmp_path), level=3), 1_000_000
+    trace, start = context.new(), time.monotonic_ns() - 1000 * ms
+    whole, *answers = (recorder.new_id() for _ in range(3))
+    named: Any = {"gen_ai.operation.name": "chat"}
+    recorder.write(RequestBegin(whole, "whole", start, *trace, "chat m", named))
+    for number, answer in enumerate(answers, 1):
+        below = trace.trace_id, whole, True, "", False
+        recorder.write(RequestBegin(answer, f"{number}", start, *below, "chat m", {}))
+        key = recorder.new_id()
+        recorder.write(RequestSeen(key, f"{number}", start))
+        first = start + number * 250 * ms
+        recorder.spans(DECODE)(recorder.new_id(), key, key, first, start + 900 * ms, [5, "stop"])
+        ended: list[Any] = [None, ["stop"], None, None, 5]
+        recorder.spans(REQUEST)(answer, answer, 0, start, start + 900 * ms, ended)
+    values: list[Any] = ["whole", ["stop"], None, 100, 10]
+    recorder.spans(REQUEST)(whole, whole, 0, start, start + 900 * ms, values)
+    text = shown(tmp_path)
+    recorder.close()
+    assert re.search(r"^time to first token +250 ms +250 ms", text, re.MULTILINE)
+    assert re.search(r"finished/s.*\n +0 +(1\.0|0\.5) ", text)
+
+
+def test_a_request_has_no_first_token_of_a_later_one_with_its_id(tmp_path: Path) -> None:
+    recorder, ms = RingRecorder(str(tmp_path), level=3), 1_000_000
+    begun = time.monotonic_ns() - 1000 * ms
+    for start in (begun, begun + 500 * ms):
+        request, key = recorder.new_id(), recorder.new_id()
+        recorder.write(RequestBegin(request, "same", start, *context.new(), "chat m", {}))
+        recorder.write(RequestSeen(key, "same", start))
+        recorder.spans(DECODE)(recorder.new_id(), key, key, start + 50 * ms, start + 90 * ms, [5, "stop"])
+        values: list[Any] = ["same", ["stop"], None, 100, 5]
+        recorder.spans(REQUEST)(request, request, 0, start, start + 100 * ms, values)
+    text = shown(tmp_path)
+    recorder.close()
+    assert re.search(r"^time to first token( +50\.0 ms){4} ", text, re.MULTILINE)
