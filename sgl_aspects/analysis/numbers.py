@@ -22,7 +22,7 @@ class RequestNumbers:
     prompt_tokens: int
     output_tokens: int
     time_to_first_token: float
-    #: (duration - time to first token) / tokens after the first; None for a single token.
+    #: (duration - time to first token) / tokens after the first; None for a single token, or without a first.
     time_per_output_token: float | None
 
 
@@ -113,6 +113,7 @@ def numbers_of(span: Span) -> RequestNumbers:
     """Read a request's numbers off its span."""
     output_tokens = int(span.number(schema.OUTPUT_TOKENS))
     first = span.number(schema.TIME_TO_FIRST_TOKEN)
-    per_token = (span.seconds - first) / (output_tokens - 1) if output_tokens > 1 else None
+    is_known = output_tokens > 1 and schema.TIME_TO_FIRST_TOKEN in span.attributes
+    per_token = max(0.0, span.seconds - first) / (output_tokens - 1) if is_known else None
     prompt_tokens = int(span.number(schema.INPUT_TOKENS))
     return RequestNumbers(span, prompt_tokens, output_tokens, first, per_token)

@@ -18,8 +18,8 @@ class Usage:
     name: str
     requests: int = 0
     failed: int = 0
-    #: Callers' mistakes (4xx), which no target is kept or missed by.
-    refused: int = 0
+    #: Callers' mistakes (4xx), and what was under way at attach or detach: they neither keep nor miss a target.
+    not_judged: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
     device_seconds: float = 0.0
@@ -28,8 +28,8 @@ class Usage:
 
     @property
     def goodput(self) -> float | None:
-        """The share of requests that kept the targets, of those that were not refused; None if all were."""
-        judged = self.requests - self.refused
+        """The share of requests that kept the targets, of those that are judged; None if none is."""
+        judged = self.requests - self.not_judged
         return self.in_time / judged if judged else None
 
 
@@ -55,8 +55,9 @@ def usage_of(
         usage.output_tokens += numbers.output_tokens
         usage.device_seconds += device.get(request.span_id, 0.0)
         first, gap = numbers.time_to_first_token, numbers.time_per_output_token or 0.0
-        if 400 <= request.number(schema.STATUS_CODE) < 500:
-            usage.refused += 1
+        is_part = not request.attributes.keys().isdisjoint((schema.ATTACHED_FLAG, schema.DETACHED_FLAG))
+        if is_part or 400 <= request.number(schema.STATUS_CODE) < 500:
+            usage.not_judged += 1
         else:
             usage.in_time += not request.is_error and first <= first_token and gap <= between_tokens
     return sorted(found.values(), key=lambda usage: -usage.device_seconds)

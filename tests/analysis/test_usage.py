@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
@@ -108,6 +109,23 @@ def test_a_callers_mistake_is_no_target_missed() -> None:
         )
 
     (usage,) = usage_of([request(1, 200), request(2, 400), request(3, 500)])
-    assert (usage.requests, usage.refused, usage.in_time, usage.goodput) == (3, 1, 1, 0.5)
+    assert (usage.requests, usage.not_judged, usage.in_time, usage.goodput) == (3, 1, 1, 0.5)
     (refused,) = usage_of([request(1, 400)])
     assert refused.goodput is None
+
+
+def test_targets_are_judged_as_by_the_metric() -> None:
+    """Without a first token there is no time between tokens; what was seen in part is left out."""
+
+    def request(number: int, **more: Any) -> Span:
+        attributes = {"gen_ai.usage.output_tokens": 11, **more}
+        return Span("chat", str(number), str(number), "", True, 0, 1_000_000_000, attributes, ())
+
+    spans = [
+        request(1),
+        request(2, **{"gen_ai.latency.time_to_first_token": 0.1}),
+        request(3, **{"gen_ai.latency.time_to_first_token": 0.6}),
+        request(4, **{"sgl_aspects.attached": True}),
+    ]
+    (usage,) = usage_of(spans, between_tokens=0.05)
+    assert (usage.requests, usage.in_time, usage.goodput) == (4, 2, 2 / 3)
