@@ -18,7 +18,7 @@ class Usage:
     name: str
     requests: int = 0
     failed: int = 0
-    #: Callers' mistakes (4xx), and what was under way at attach or detach: they neither keep nor miss a target.
+    #: Callers' mistakes (4xx), and what was under way at attach or detach: neither keeps or misses a target.
     not_judged: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
