@@ -174,10 +174,17 @@ def test_level_four_shows_what_the_model_and_the_cache_do(run: Run) -> None:
         name: {by_id[span.parent_id].name for span in run.spans if span.name == name} for name in DETAILS
     }
     assert inside["attention"] == inside["logits"] == {"forward"}
-    assert "forward" in inside["operator"]
+    assert inside["operator"] >= {"forward", "logits"}
     assert inside["sampler"] == {"sample"}
     assert inside["cache.match"] == {"schedule"}
     assert inside["kv.alloc"] >= {"schedule"}
+
+
+def test_what_level_four_shows_below_a_span_takes_no_longer_than_it(run: Run) -> None:
+    """An operator that the logits call counts there, not beside them."""
+    for parent in run.spans:
+        below = [span for span in run.spans if span.parent_id == parent.span_id and span.name in DETAILS]
+        assert sum(span.end - span.start for span in below) <= parent.end - parent.start
 
 
 def test_level_four_shows_which_layer_and_operator_and_how_much(run: Run) -> None:

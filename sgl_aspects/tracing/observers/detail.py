@@ -20,7 +20,9 @@ class DetailObserver:
     """
 
     def __init__(self, trackers: Trackers) -> None:
-        self._details = {role: _Detail(trackers, role) for role in DETAILS}
+        #: Step and span of those that are open, the innermost last: steps run in one thread.
+        open_spans: list[tuple[int, int]] = []
+        self._details = {role: _Detail(trackers, role, open_spans) for role in DETAILS}
 
     def observations(self) -> list[Observation]:
         return [Observation(role, detail.enter, detail.exit, 4) for role, detail in self._details.items()]
@@ -29,8 +31,8 @@ class DetailObserver:
 class _Detail:
     """The calls of one role. Its arguments are in the order of its span's attributes."""
 
-    def __init__(self, trackers: Trackers, role: str) -> None:
-        self._recorder = trackers.recorder
+    def __init__(self, trackers: Trackers, role: str, open_spans: list[tuple[int, int]]) -> None:
+        self._recorder, self._open = trackers.recorder, open_spans
         self._tracker: StepTracker = trackers.steps
         self._type = DETAILS[role]
         self._write = trackers.recorder.spans(self._type)
@@ -44,7 +46,10 @@ class _Detail:
         step_id, parent_id = self._tracker.parent_of_detail()
         if not step_id:
             return start_ns, 0, 0, 0, None, args, kwargs
+        if self._open and self._open[-1][0] == step_id:
+            parent_id = self._open[-1][1]
         span_id = self._recorder.new_id()
+        self._open.append((step_id, span_id))
         opened: Opened = self._recorder.enter(self._type, span_id, step_id, parent_id, start_ns)
         return start_ns, span_id, step_id, parent_id, opened, args, kwargs
 
@@ -52,6 +57,7 @@ class _Detail:
         start_ns, span_id, step_id, parent_id, opened, args, kwargs = token
         end_ns, problem = monotonic_ns(), error_type(error)
         if step_id:
+            self._open.remove((step_id, span_id))
             leave(opened)
         values = [_read(read, args, kwargs, result) for read in self._readers]
         if self._moves and values[-1] == 0:
