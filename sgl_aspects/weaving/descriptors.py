@@ -179,10 +179,11 @@ def _open(place: AttributeReference) -> Opened:
         )
     if place.binds_to_owner:
         return _open_for_owner(place)
-    if raw is object.__new__:
-        # After a class had its own __new__, CPython no longer lets object.__new__ ignore arguments.
+    if place.name == "__new__" and (raw is object.__new__ or getattr(raw, "__self__", None) is owner):
+        # After a class had its own __new__, CPython no longer lets object.__new__ ignore arguments, and that of
+        # a class of C refuses its own class.
         raise HookError(
-            f"{place} is object's own, and CPython cannot undo replacing it; "
+            f"{place} is of C, and CPython cannot undo replacing it; "
             f"hook '{str(place).removesuffix('__new__')}__init__'"
         )
     if is_a(raw, property):

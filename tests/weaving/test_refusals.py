@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -152,3 +153,10 @@ def test_a_hook_whose_own_methods_raise(engine: Any) -> None:
     assert engine.f(1) == ("odd", ("f", 1))
     HookRegistry.reset()
     assert engine.f(1) == ("f", 1)
+
+
+def test_the_constructor_of_a_class_of_c_is_refused() -> None:
+    assert os.terminal_size((80, 24)) == (80, 24)
+    with pytest.raises(HookError, match="cannot undo"):
+        aspects.weave(around("os:terminal_size.__new__"))
+    assert os.terminal_size((80, 24)) == (80, 24)
