@@ -181,7 +181,7 @@ def why_not_importable(target: Target) -> str:
 
 def why_absent(target: Target) -> str:
     """Return what the loaded modules that ``target`` names lack; "" if one has it, or may."""
-    modules = list(loaded(target, ()))
+    modules = [(name, module) for name, module in loaded(target, ()) if is_ready(module)]
     found = [resolve(one, name, module) for one in target.alternates for name, module in modules]
     absent = [one.detail for one in found if one is not None and one.presence is Presence.ABSENT]
     return "; ".join(absent) if len(absent) == len(target.alternates) else ""
