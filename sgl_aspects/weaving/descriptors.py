@@ -179,13 +179,12 @@ def _open(place: AttributeReference) -> Opened:
         )
     if place.binds_to_owner:
         return _open_for_owner(place)
-    if place.name == "__new__" and (raw is object.__new__ or getattr(raw, "__self__", None) is owner):
-        # After a class had its own __new__, CPython no longer lets object.__new__ ignore arguments, and that of
-        # a class of C refuses its own class.
-        raise HookError(
-            f"{place} is of C, and CPython cannot undo replacing it; "
-            f"hook '{str(place).removesuffix('__new__')}__init__'"
-        )
+    is_constructor = is_a(raw, types.BuiltinFunctionType) and raw.__name__ == "__new__"
+    if is_constructor and (raw is object.__new__ or not place.inherited):
+        # After a class had its own __new__, CPython no longer lets object.__new__ ignore arguments; one of C
+        # makes no more instances.
+        fix = f"cannot undo replacing it; hook '{place._replace(name='__init__')}'"
+        raise HookError(f"{place} is a class's own in C, and CPython {fix}")
     if is_a(raw, property):
         function = getattr(raw, place.part or "fget")
         if function is None:
