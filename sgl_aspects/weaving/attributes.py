@@ -82,7 +82,7 @@ class AttributeReference(NamedTuple):
         """Return whether ``raw`` comes from the class of an instance, or from the metaclass of a class."""
         if not self.inherited:
             return False
-        return not is_class(self.owner) or _among(bases(self.owner)[1:], self.name) is MISSING
+        return not is_class(self.owner) or among(bases(self.owner)[1:], self.name) is MISSING
 
 
 def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
@@ -150,7 +150,7 @@ def namespace(owner: Any) -> dict[str, Any]:
     if issubclass(kind, type):
         return dict(_CLASS_NAMESPACE.__get__(owner))
     # C descriptors only: a property named `__dict__` would run foreign code.
-    found: Any = _among(bases(kind), "__dict__")
+    found: Any = among(bases(kind), "__dict__")
     try:
         found = found.__get__(owner) if is_a(found, _C_DESCRIPTORS) else None
     except AttributeError:  # a proxy in C around an object without a dictionary
@@ -357,17 +357,17 @@ def _attributes(owner: Any, segment: str) -> Iterator[AttributeReference]:
 def inherited(owner: Any, name: str) -> Any:
     """Return the value of ``name`` from the bases of ``owner`` (for an instance, its class), or MISSING."""
     if is_module(owner):
-        return _among([cls for cls in bases(type(owner)) if not derives(types.ModuleType, cls)], name)
+        return among([cls for cls in bases(type(owner)) if not derives(types.ModuleType, cls)], name)
     if not is_class(owner):
-        return _among(bases(type(owner)), name)
-    raw = _among(bases(owner)[1:], name)
+        return among(bases(type(owner)), name)
+    raw = among(bases(owner)[1:], name)
     if raw is MISSING and not (name.startswith("__") and name.endswith("__")):
         # Special methods of a metaclass apply to the class itself, not to its instances.
-        raw = _among([meta for meta in bases(type(owner)) if not derives(type, meta)], name)
+        raw = among([meta for meta in bases(type(owner)) if not derives(type, meta)], name)
     return raw
 
 
-def _among(classes: Iterable[type], name: str) -> Any:
+def among(classes: Iterable[type], name: str) -> Any:
     """Return the value of ``name`` in the first of ``classes`` that has it of its own; or MISSING."""
     found = (current(cls, name) for cls in classes)
     return next((raw for raw in found if raw is not MISSING and type(raw) is not OfMetaclass), MISSING)

@@ -30,6 +30,7 @@ from sgl_aspects.weaving.attributes import (
     AttributeReference,
     OfMetaclass,
     OwnDict,
+    among,
     bases,
     class_name,
     current,
@@ -273,8 +274,7 @@ def _next_in_line(place: AttributeReference, captured: Callable[..., Any]) -> Ca
             return following.__new__(subject, *args, **kwargs)
         if place.part in ("fset", "fdel"):
             order = bases(type(subject))
-            held = (current(cls, name) for cls in order[order.index(owner) + 1 :])
-            descriptor = next(one for one in held if one is not MISSING)
+            descriptor = among(order[order.index(owner) + 1 :], name)
             return getattr(descriptor, "__set__" if args else "__delete__")(subject, *args)
         found = getattr(following, name)
         if type(found) is types.MethodWrapperType and found.__objclass__ is object and name == "__init__":
@@ -308,8 +308,7 @@ def _refuse_if_overtaken(place: AttributeReference) -> None:
     base = next(cls for cls in bases(owner)[1:] if current(cls, name) is place.raw)
     for cls in with_subclasses(owner):
         order = bases(cls)
-        between = order[order.index(owner) + 1 : order.index(base)]
-        if any(current(other, name) is not MISSING for other in between):
+        if among(order[order.index(owner) + 1 : order.index(base)], name) is not MISSING:
             raise HookError(
                 f"{place} is an inherited {type(place.raw).__name__}, and {class_name(cls)} has another one "
                 f"before it; hook it where it is defined: '{place._replace(owner=base)}'"

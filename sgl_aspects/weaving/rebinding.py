@@ -54,7 +54,6 @@ from sgl_aspects.weaving.templates import SUSPENDS
 
 New = Callable[..., Any]
 
-_BASES: Any = vars(type)["__bases__"]
 _NAME: Any = vars(type)["__name__"]
 _FACTORY: Any = vars(collections.defaultdict)["default_factory"]
 
@@ -124,19 +123,15 @@ def _classes_in_c(names: dict[Any, Any]) -> list[type]:
 
 def _replace_tuple(referrer: tuple[Any, ...], owners: list[Any], new: New) -> int:
     """Change functions and partials that own the tuple; returns how many ``owners`` need no report."""
-    functions = [f for f in owners if is_a(f, types.FunctionType) and f.__closure__ is not referrer]
-    for function in functions:
-        if function.__defaults__ is referrer:
-            function.__defaults__ = tuple(new(value) for value in referrer)
-        else:  # names and annotations: from now on a dictionary
-            _replace_in_mutable(function.__annotations__, new)
-    partials = [p for p in owners if is_a(p, functools.partial) and p.args is referrer]
-    for partial in partials:
-        _replace_in_partial(partial, new)
-    linearised = [
-        c for c in owners if is_class(c) and (referrer is bases(c) or referrer is _BASES.__get__(c))
-    ]
-    return len(functions) + len(partials) + len(linearised)
+    for owner in owners:
+        if is_a(owner, functools.partial):
+            _replace_in_partial(owner, new)
+        elif is_a(owner, types.FunctionType) and owner.__defaults__ is referrer:
+            owner.__defaults__ = tuple(new(value) for value in referrer)
+        elif is_a(owner, types.FunctionType):  # names and annotations: from now on a dictionary
+            _replace_in_mutable(owner.__annotations__, new)
+    # The tuples of a class are its bases and the order in which it looks them up.
+    return sum(is_a(owner, (functools.partial, types.FunctionType, type)) for owner in owners)
 
 
 def _replace_in_partial(referrer: functools.partial[Any], new: New) -> None:
@@ -178,9 +173,8 @@ class _HashDependsError(Exception):
 
 def _own_hash(instance: Any) -> int | None:
     """Return the hash of an instance of a class that defines one; None for others, and if it has none."""
-    if is_class(instance) or is_module(instance) or class_module(type(instance)) == "builtins":
-        return None
-    if inherited(instance, "__hash__") in (None, object.__hash__):
+    is_builtin = class_module(type(instance)) == "builtins"
+    if is_builtin or inherited(instance, "__hash__") in (None, object.__hash__):
         return None
     try:
         return hash(instance)
@@ -440,7 +434,7 @@ def _is_namespace(referrer: Any) -> bool:
 
 
 def _is_module_namespace(referrer: Any) -> bool:
-    name = dict.get(referrer, "__name__") if is_a(referrer, dict) else None
+    name = dict.get(referrer, "__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
     return module is not None and namespace(module) is referrer
 
