@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,10 +85,13 @@ def report_run(spans: Sequence[Span]) -> RunReport:
 
 def report_phases(spans: Sequence[Span], steps: Sequence[Span]) -> tuple[PhaseNumbers, ...]:
     """Return ``steps`` by phase, with the time of their forward passes among ``spans``."""
-    forward_seconds: dict[str, float] = {}
+    passes: dict[str, dict[tuple[str, int], float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
         if span.name == "forward":  # in its step's trace, which has no other spans
-            forward_seconds[span.trace_id] = forward_seconds.get(span.trace_id, 0.0) + span.seconds
+            passes[span.trace_id][span.place] += span.seconds
+    forward_seconds = {
+        trace_id: max(found.values()) for trace_id, found in passes.items()
+    }  # workers' at once
     times = AddedTime()
     added = {
         step.span_id: times.of(step.place, step.start_ns, step.end_ns) / 1e9

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_aspects.analysis.causes import Cause, Causes
+from sgl_aspects.analysis.numbers import report_phases
 from sgl_aspects.analysis.spans import Span
 from sgl_aspects.tracing import schema
 
@@ -175,6 +176,16 @@ def test_a_pipeline_s_stages_add_up_and_two_ranks_of_one_count_once() -> None:
     found = causes.explain(causes.by_id["r"]).seconds
     assert found[Cause.DECODE] == pytest.approx(2 * 0.07)
     assert found[Cause.PREFILL] == pytest.approx(0.07)
+
+
+def test_the_share_of_forward_passes_is_that_of_the_slowest_worker() -> None:
+    passes = [
+        span("forward", 100, end, trace="step 100", process_id=process_id)
+        for end, process_id in ((180, WORKER), (190, WORKER + 1))
+    ]
+    steps = [step(100, 200, ["r"])]
+    (phase,) = report_phases([*steps, *passes], steps)
+    assert phase.forward_share == pytest.approx(0.9)
 
 
 def test_an_answer_that_begins_after_another_was_not_preempted() -> None:

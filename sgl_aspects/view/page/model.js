@@ -240,6 +240,7 @@ class Step extends Item {
     this.process = run.process[index];
     this.requests = [];
     this.deviceTime = null;
+    this.byProcess = new Map();
     this.parts = Object.fromEntries(PARTS.map((part) => [part, 0]));
     this._measure();
   }
@@ -256,17 +257,27 @@ class Step extends Item {
     parts.other = Math.max(0, this.duration - known);
   }
 
+  /** Of workers, which run a pass at once, the slowest counts; the passes of one add up. */
   _inRunBatch(child) {
-    const name = this.run.name(child);
+    const { run, parts } = this;
+    const name = run.name(child);
     if (name !== "forward" && name !== "sample") return;
-    this.parts[name] += this.run.duration[child];
-    this.parts.run_batch = Math.max(0, this.parts.run_batch - this.run.duration[child]);
+    const more = Math.max(0, this._own(child, name, run.duration[child]) - parts[name]);
+    parts[name] += more;
+    parts.run_batch = Math.max(0, parts.run_batch - more);
     this._device(child);
   }
 
   _device(child) {
     const seconds = this.run.number(child, this.run.names.DEVICE_TIME);
-    if (seconds !== null) this.deviceTime = (this.deviceTime ?? 0) + seconds * 1e9;
+    if (seconds !== null) this.deviceTime = Math.max(this.deviceTime ?? 0, this._own(child, "device", seconds * 1e9));
+  }
+
+  /** The time of a part in this span's process, with this span's. */
+  _own(child, part, time) {
+    const key = `${part} ${this.run.process[child]}`;
+    this.byProcess.set(key, (this.byProcess.get(key) ?? 0) + time);
+    return this.byProcess.get(key);
   }
 
   /** The kernels of a profiled step. */
