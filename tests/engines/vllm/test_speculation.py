@@ -74,6 +74,8 @@ def served(model: Path, log: Path, config: dict[str, Any]) -> Run:
         environment = traced(receiver)
         environment |= {"OTEL_TRACES_EXPORTER": "otlp,otlp-json-file", "SGL_ASPECTS_TRACE_FILE": str(file)}
         with serve(model, log, more=options, environment=environment) as server:
+            # A prompt of one token, which has places for drafts beside it: they are none of its tokens.
+            server.post("/v1/completions", {**body, "prompt": "b", "stream": False, "max_tokens": 8})
             seen = []
             for number in range(REQUESTS):
                 stream = Stream(server.port, "/v1/completions", body, parent(number), 0.0)
