@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -72,10 +72,11 @@ _WHOLE = {
 class Explanation:
     """One request's latency by cause. Seconds; ``seconds`` sum to the request's duration.
 
-    ``culprits``: where other requests are the cause, seconds by their span ids.
+    ``culprits``: where other requests are the cause, seconds by their span ids: those of ``known`` ones.
     """
 
     request: Span
+    known: Container[str]
     seconds: dict[Cause, float] = field(default_factory=lambda: defaultdict(float))
     culprits: dict[Cause, dict[str, float]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(float))
@@ -88,7 +89,7 @@ class Explanation:
         self.seconds[cause] += ns / 1e9
         weights = list(culprits)
         total = sum(weight for _, weight in weights)
-        for span_id, weight in weights:
+        for span_id, weight in (each for each in weights if each[0] in self.known):
             self.culprits[cause][span_id] += ns / 1e9 * weight / total
 
     def ranked(self) -> list[tuple[Cause, float]]:
@@ -165,7 +166,7 @@ class Causes:
 
     def explain(self, request: Span) -> Explanation:
         """Divide the request's duration among its causes; that of several answers by those it waited for."""
-        found = Explanation(request)
+        found = Explanation(request, self.by_id)
         now, phase = request.start_ns, Cause.FRONT_END
         if self._is_sent_at_once(request):
             phase = Cause.HAND_OVER
@@ -223,7 +224,7 @@ class Causes:
 
     def explain_gap(self, request: Span, gap: Gap) -> Explanation:
         """Divide the time between two tokens among its causes."""
-        found = Explanation(request)
+        found = Explanation(request, self.by_id)
         scheduler, end = self._schedulers[gap.step.place], gap.step.end_ns
         steps = [step for step in scheduler.ended(gap.start_ns, end) if step.span.end_ns <= end]
         self._add_gap(found, steps, gap.start_ns, end, Cause.DECODE, scheduler, gap.owner)
@@ -259,11 +260,11 @@ class Causes:
 
     def _awaited(self, request: Span) -> Iterator[Span]:
         """Yield the answers that a request waited for: the last, and the one that ended before that began."""
-        left = self.answers.get(request.span_id, [])
-        while left:
-            last = max(left, key=lambda answer: answer.end_ns)
-            yield last
-            left = [answer for answer in left if answer.end_ns <= last.start_ns]
+        start_ns = float("inf")
+        for answer in sorted(self.answers.get(request.span_id, []), key=lambda each: -each.end_ns):
+            if answer.end_ns <= start_ns:
+                yield answer
+                start_ns = answer.start_ns
 
     def _add_phase(self, found: Explanation, span: Span, start: int, end: int, is_preempted: bool) -> Cause:
         """Add one phase; returns the cause of what follows it until the next."""

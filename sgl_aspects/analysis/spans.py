@@ -170,7 +170,7 @@ def _attributes_of(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _process_id(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+    return value if type(value) is int else 0  # not a truth value
 
 
 def _value_of(value: dict[str, Any] | None) -> Any:

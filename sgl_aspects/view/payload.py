@@ -100,11 +100,7 @@ def _causes(
             (
                 cause.value,
                 round(seconds * 1e9),
-                [
-                    (shown[span_id], round(own * 1e9))
-                    for span_id, own in explanation.worst(cause)[:_CULPRITS]
-                    if span_id in shown
-                ],
+                [(shown[one], round(own * 1e9)) for one, own in explanation.worst(cause)[:_CULPRITS]],
             )
             for cause, seconds in explanation.ranked()
         ]

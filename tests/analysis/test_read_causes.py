@@ -199,6 +199,17 @@ def test_an_answer_that_begins_after_another_was_not_preempted() -> None:
     assert found.seconds[Cause.PREFILL] >= 0.7
 
 
+def test_an_answer_that_ended_at_once_takes_no_time() -> None:
+    """As one that is refused, or of a damaged file: it ends when it begins, and is looked at once."""
+    below: dict[str, Any] = {"parent": "whole", "trace": "trace of whole"}
+    spans = [request("whole", 0, 300), request("a", 10, 300, **below), *phases("a", 10, 20, 100, 300)]
+    spans += [request(rid, 10, 10, **below) for rid in ("b", "c")]
+    spans += [step(20, 100, ["a"], "extend"), step(100, 300, ["a"])]
+    found = Causes(spans).explain(spans[0])
+    assert found.seconds[Cause.PREFILL] == pytest.approx(0.08)
+    assert found.seconds[Cause.DECODE] == pytest.approx(0.2)
+
+
 def test_who_runs_while_a_request_is_preempted_is_named() -> None:
     again = [span("queue", 200, 900, "r"), span("prefill", 900, 950, "r"), span("decode", 950, 1000, "r")]
     alone = [step(start, start + 100, ["other"]) for start in range(200, 900, 100)]
@@ -218,6 +229,16 @@ def test_a_request_that_is_preempted_after_its_first_token_has_a_gap_until_the_s
     causes = Causes(spans)
     found = [(gap.start_ns / MS, gap.step.end_ns / MS) for gap in causes.gaps(causes.by_id["r"])]
     assert found == [(95, 400), (400, 500)]
+
+
+def test_a_request_whose_end_is_not_recorded_yet_is_not_named() -> None:
+    """The steps of one that still runs are linked to it, and its own span comes when it ends."""
+    again = [span("queue", 200, 900, "r"), span("prefill", 900, 950, "r"), span("decode", 950, 1000, "r")]
+    others = [step(start, start + 100, ["runs", "ended"]) for start in range(200, 900, 100)]
+    requests = [request("r", 0, 1000, 600, 100), request("ended", 0, 1000, 1, 0)]
+    found = Causes([*requests, *phases("r", 0, 10, 100, 200), *again, *others]).explain(requests[0])
+    assert found.seconds[Cause.PREEMPTED] == pytest.approx(0.75)
+    assert dict(found.worst(Cause.PREEMPTED)) == {"ended": pytest.approx(0.35)}
 
 
 def test_what_its_caller_did_not_read_delays_an_answer_only_after_it_was_made() -> None:

@@ -122,3 +122,12 @@ def test_a_timeline_of_several_hosts(files: list[str], tmp_path: Path) -> None:
     }
     assert sorted(places) == sorted(names)
     assert len(set(places.values())) == 2
+
+
+def test_a_timeline_of_a_process_whose_number_is_none(tmp_path: Path) -> None:
+    """A file may come from anybody."""
+    told = json.dumps(message(run(0), "decode")).replace('{"intValue": "7"}', '{"boolValue": true}')
+    file, timeline = tmp_path / "spans.jsonl", tmp_path / "timeline.json"
+    file.write_text(told + "\n")
+    assert main(["report", str(file), "--format", "perfetto", "-o", str(timeline)]) == 0
+    assert {event["pid"] for event in json.loads(timeline.read_text())["traceEvents"]} == {0}
