@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from sgl_aspects import __version__
-from sgl_aspects.cli.arguments import writable_file
+from sgl_aspects.cli.arguments import writable_file, write_text
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.packages import install_command
 from sgl_aspects.platforms import SRTPlatform, current_platform_choice
@@ -76,12 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(row(result, width)), flush=True)
     print(f"\n{counted(results)}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(choice.name, platform, results), indent=2) + "\n")
+        write_text(arguments.json, json.dumps(as_json(choice.name, platform, results), indent=2) + "\n")
     if arguments.report:
         head = ReportHead.of(choice.name, platform, arguments.engine, results)
-        arguments.report.write_text(head.markdown(lines), encoding="utf-8")
+        write_text(arguments.report, head.markdown(lines))
     if arguments.junit:
-        arguments.junit.write_text(as_junit(choice.name, results) + "\n")
+        write_text(arguments.junit, as_junit(choice.name, results) + "\n")
     return 1 if any(result.status == "failed" for result in results) else 0
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
+from sgl_aspects.cli.arguments import write_text
 from sgl_aspects.cli.hooks import sorted_hooks
 from sgl_aspects.engines import fingerprints
 from sgl_aspects.engines.fingerprints import Change, Fingerprint, LockedHook
@@ -31,9 +32,8 @@ def lock(path: str, processes: Iterable[ProcessReport]) -> int:
         raise ConfigError(
             "there are no hooks to lock: install the plugin that has them, or name them with --from"
         )
-    Path(path).write_text(
-        json.dumps({"version": _VERSION, "hooks": [asdict(hook) for hook in locked]}, indent=1) + "\n"
-    )
+    text = json.dumps({"version": _VERSION, "hooks": [asdict(hook) for hook in locked]}, indent=1) + "\n"
+    write_text(Path(path), text)
     places = sum(len(hook.places) for hook in locked)
     print(f"{path}: {counted(len(locked), 'hook')} at {counted(places, 'place')}")
     for hook in locked:
