@@ -17,6 +17,7 @@ class Usage:
 
     name: str
     requests: int = 0
+    #: Without those that their callers gave up.
     failed: int = 0
     #: Callers' mistakes (4xx), and what was under way at attach or detach: neither keeps or misses a target.
     not_judged: int = 0
@@ -50,7 +51,8 @@ def usage_of(
         name, numbers = str(request.attributes.get(attribute) or ""), numbers_of(request)
         usage = found.setdefault(name, Usage(name))
         usage.requests += 1
-        usage.failed += request.is_error
+        is_left = request.attributes.get(schema.ERROR_TYPE) in schema.LEFT_ERRORS
+        usage.failed += request.is_error and not is_left
         usage.input_tokens += numbers.prompt_tokens
         usage.output_tokens += numbers.output_tokens
         usage.device_seconds += device.get(request.span_id, 0.0)

@@ -70,6 +70,8 @@ CULPRITS = "sgl_aspects.cause.culprits"
 # -- attributes of any span ----------------------------------------------------------------------------
 
 ERROR_TYPE = "error.type"
+#: Its values where the caller gave the request up.
+LEFT_ERRORS = ("abort", "cancelled", "CancelledError", "ClientDisconnect")
 UNFINISHED_FLAG = "sgl_aspects.unfinished"
 #: For what began before attach, and what was open at detach.
 ATTACHED_FLAG = "sgl_aspects.attached"

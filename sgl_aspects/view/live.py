@@ -35,8 +35,6 @@ STEP_PARTS = tuple(
 )
 # Cap on requests followed at once; the oldest are forgotten.
 _MOST_REQUESTS = 20_000
-# Errors of requests that their callers gave up.
-_LEFT = ("abort", "cancelled", "CancelledError", "ClientDisconnect")
 # A ring without new records for this long is scanned: its collector may have let it be overwritten.
 _SILENCE_SECONDS = 2.0
 
@@ -66,7 +64,9 @@ class Request:
         """How it ended: "" with an answer, "left" by its caller, "refused" as its mistake, or "failed"."""
         if not self.error:
             return ""
-        return "left" if self.error in _LEFT else "refused" if 400 <= self.status < 500 else "failed"
+        if self.error in schema.LEFT_ERRORS:
+            return "left"
+        return "refused" if 400 <= self.status < 500 else "failed"
 
     @property
     def is_error(self) -> bool:

@@ -92,7 +92,7 @@ def test_tenants_share_the_device_time_of_their_steps(
     assert sum(each.device_seconds for each in usage.values()) == pytest.approx(total, rel=0.1)
     assert usage["large"].device_seconds > usage["small"].device_seconds > usage["gone"].device_seconds > 0
     assert usage["large"].output_tokens == 80
-    assert (usage["large"].goodput, usage["gone"].in_time) == (1.0, 0)
+    assert (usage["large"].goodput, usage["gone"].in_time, usage["gone"].failed) == (1.0, 0, 0)
     assert main(["usage", str(file), "--ttft", "60"]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[2].split()[:2] == ["large", "2"]

@@ -253,16 +253,18 @@ def test_requests_are_searched_by_any_text_of_theirs_and_by_their_duration(
 def test_a_request_that_was_refused_is_no_model_and_no_failure(browser: Browser, tmp_path: Path) -> None:
     good = {"gen_ai.request.model": "mine", "gen_ai.request.id": "good"}
     refused = {"http.response.status_code": 400, "error.type": "400"}
+    left = {**good, "error.type": "abort"}
     spans = [
         Span("chat mine", "a" * 32, "1" * 16, "", True, 10, 2_000_000_000, good, ()),
         Span("chat", "b" * 32, "2" * 16, "", True, 20, 3_000_000, refused, ()),
+        Span("chat", "d" * 32, "4" * 16, "", True, 30, 4_000_000, left, (), is_error=True),
         Span("scheduler.step", "c" * 32, "3" * 16, "", False, 5_000_000_000, 10, {}, ()),
     ]
     file = tmp_path / "report.html"
     file.write_text(page_of(Run("run", spans)), encoding="utf-8")
     looker = Looker(browser, file)
     assert looker.page.inner_text("h1") == "mine"
-    assert "none failed, 1 refused" in looker.page.inner_text(".facts.wide")
+    assert "none failed, 1 refused, 1 left" in looker.page.inner_text(".facts.wide")
     looker.page.click(".list-rows .list-row >> nth=0")
     looker.page.wait_for_selector("dl.causes")
     assert "in the front end" in looker.page.inner_text("dl.causes")

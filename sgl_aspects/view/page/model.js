@@ -141,6 +141,7 @@ class Request extends Item {
       first !== null && this.outputTokens > 1 ? (this.duration - this.toFirst) / (this.outputTokens - 1) : null;
     const status = number(run.names.STATUS_CODE);
     this.isRefused = status >= 400 && status < 500; // the caller's mistake
+    this.isLeft = this.isError && run.names.LEFT_ERRORS.includes(value(run.names.ERROR_TYPE)); // given up by its caller
     const reasons = value(run.names.FINISH_REASONS);
     this.outcome = this.isRefused
       ? String(status)

@@ -47,12 +47,13 @@ function numbers(run) {
   const inSteps = sum(steps, (step) => step.duration);
   const measured = steps.filter((step) => step.deviceTime !== null);
   const onDevice = sum(measured, (step) => step.deviceTime);
-  const failed = requests.filter((request) => request.isError).length;
-  const refused = requests.filter((request) => request.isRefused).length;
+  const failed = requests.filter((request) => request.isError && !request.isLeft).length;
+  const others = { refused: requests.filter((request) => request.isRefused), left: requests.filter((request) => request.isLeft) };
+  const told = Object.entries(others).map(([how, found]) => (found.length ? `, ${count(found.length)} ${how}` : ""));
   return el(
     "dl",
     { class: "facts wide" },
-    fact("Requests", count(requests.length), `${failed ? count(failed) : "none"} failed${refused ? `, ${count(refused)} refused` : ""}`),
+    fact("Requests", count(requests.length), `${failed ? count(failed) : "none"} failed${told.join("")}`),
     fact("Output tokens/s", span ? digits(output / (span / 1e9)) : "–", `${count(output)} tokens`),
     fact("Prompt tokens/s", span ? digits(prompt / (span / 1e9)) : "–", `${count(prompt)} tokens`),
     fact("Prefix-cache hits", prompt ? percent(cached / prompt) : "–", `${count(cached)} prompt tokens`),
