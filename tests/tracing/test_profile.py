@@ -113,8 +113,9 @@ def test_the_kernels_of_a_live_engine_are_below_its_forward_passes(served: Serve
         assert forward.start_ns <= kernels[0].start_ns + 50_000
         assert kernels[-1].end_ns <= forward.end_ns + 50_000
         in_layers = {str(kernel.attributes.get(schema.KERNEL_LAYER)) for kernel in kernels}
-        assert {f"model.layers.{number}.mlp.down_proj" for number in range(2)} < in_layers
-        assert {"model.embed_tokens", "lm_head"} < in_layers
+        names = {f"model.layers.{number}.mlp.down_proj" for number in range(2)}
+        is_replayed = "replayed graph" in in_layers  # on a GPU, a decode step
+        assert is_replayed or names | {"model.embed_tokens", "lm_head"} < in_layers
     for name, words in (("page.html", ()), ("timeline.json", ("--format", "perfetto"))):
         assert main(["report", served.folder, *words, "-o", str(tmp_path / name)]) == 0
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
