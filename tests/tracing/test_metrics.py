@@ -208,6 +208,7 @@ def test_the_gauges_follow_a_real_engine(tmp_path: Path, port: int) -> None:
     assert "scheduler.step" not in (tmp_path / "traces.jsonl").read_text()
 
 
+@pytest.mark.usefixtures("two_devices")
 def test_the_steps_of_two_ranks_are_counted_once(tmp_path: Path, receiver: Receiver) -> None:
     make_llama(tmp_path)
     with (
