@@ -70,8 +70,6 @@ CULPRITS = "sgl_aspects.cause.culprits"
 # -- attributes of any span ----------------------------------------------------------------------------
 
 ERROR_TYPE = "error.type"
-#: Its values where the caller gave the request up.
-LEFT_ERRORS = ("abort", "cancelled", "CancelledError", "ClientDisconnect")
 UNFINISHED_FLAG = "sgl_aspects.unfinished"
 #: For what began before attach, and what was open at detach.
 ATTACHED_FLAG = "sgl_aspects.attached"
@@ -170,6 +168,8 @@ SPANS_DROPPED = "sgl_aspects.spans.dropped"
 
 # -- spans of a request --------------------------------------------------------------------------------
 
+#: Values of ``ERROR_TYPE`` where the caller gave the request up.
+LEFT_ERRORS = ("abort", "cancelled", "CancelledError", "ClientDisconnect")
 #: Its name is its operation and the model.
 REQUEST = SpanType(
     "request",
