@@ -89,9 +89,8 @@ def report_phases(spans: Sequence[Span], steps: Sequence[Span]) -> tuple[PhaseNu
     for span in spans:
         if span.name == "forward":  # in its step's trace, which has no other spans
             passes[span.trace_id][span.place] += span.seconds
-    forward_seconds = {
-        trace_id: max(found.values()) for trace_id, found in passes.items()
-    }  # workers' at once
+    # Workers of a step run theirs at once.
+    forward_seconds = {trace_id: max(found.values()) for trace_id, found in passes.items()}
     times = AddedTime()
     added = {
         step.span_id: times.of(step.place, step.start_ns, step.end_ns) / 1e9
