@@ -10,7 +10,6 @@ import logging
 import opcode
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
@@ -27,19 +26,6 @@ def is_heap_frozen() -> bool:
     return gc.get_freeze_count() > _FROZEN_AT_START
 
 
-def weak_methods(function: types.FunctionType) -> list[Any]:
-    """Return the `weakref.WeakMethod` objects for methods of ``function``."""
-    references = weakref.getweakrefs(function)
-    held = gc.get_referrers(*references) if references else ()
-    return [holder for holder in held if isinstance(holder, weakref.WeakMethod)]
-
-
-def retarget_weak_method(weak_method: Any, function: types.FunctionType) -> None:
-    """Make ``weak_method`` refer to ``function``."""
-    weak_method._func_ref = weakref.ref(function, weak_method._func_ref.__callback__)
-
-
-@functools.cache
 def compiling_test(compiler: Any) -> Callable[[], bool]:
     """Return a test of whether torch.compile traces the caller, in one call of C where torch allows that.
 

@@ -6,7 +6,6 @@ import importlib
 import importlib.machinery
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,32 +15,8 @@ import pytest
 from sgl_aspects import compat
 
 
-class Owner:
-    def method(self) -> str:
-        return "method"
-
-
-def other(self: Owner) -> str:
-    return "other"
-
-
 def scripted(x: int) -> int:
     return x + 1
-
-
-def test_a_weak_method_is_found_and_takes_another_function() -> None:
-    made = Owner()
-    died: list[object] = []
-    weak = weakref.WeakMethod(made.method, died.append)
-    assert compat.weak_methods(Owner.method) == [weak]  # type: ignore[arg-type]
-    compat.retarget_weak_method(weak, other)  # type: ignore[arg-type]
-    method = weak()
-    assert method is not None
-    assert method() == "other"
-    assert compat.weak_methods(Owner.method) == []  # type: ignore[arg-type]
-    del made, method
-    assert died == [weak]
-    assert weak() is None
 
 
 # -- the import system --------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from typing import Any
 
 from sgl_aspects import compat
 from sgl_aspects.errors import HookError
-from sgl_aspects.weaving.attributes import is_class, is_module
 from sgl_aspects.weaving.hooks import Advice, Hook, HookType, Result
 
 logger = logging.getLogger("sgl_aspects")
@@ -245,8 +244,6 @@ class Compiler:
 
     def __init__(self) -> None:
         self.guards = False
-        # Of functions that torch guards: by module, since another one may get its id.
-        self._changes: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
     def notice(self, points: Iterable[Any]) -> None:
         """Look whether it has been loaded; ``points``: all join points."""
@@ -264,22 +261,7 @@ class Compiler:
     def forget(self, advices: Iterable[Advice], points: Iterable[Any]) -> None:
         """Reset torch.compile if its code may contain the old body of one of ``points``.
 
-        It guards functions of a module and woven functions, but not the methods of a class; and it compiles
-        a caller anew only a few times.
+        It does not guard the methods of a class, and compiles a caller anew only a few times.
         """
-        if self.MODULE not in sys.modules or all(one.hook_type is HookType.OBSERVE for one in advices):
-            return
-        stale = []
-        for point in points:
-            if is_class(point.inner) or not is_module(point.place.owner):
-                stale.append(point.inner)
-            else:
-                changes = self._changes.setdefault(point.place.owner, {})
-                changes[point.place.name] = changes.get(point.place.name, 0) + 1
-                if changes[point.place.name] % _MOST_RECOMPILED == 0:
-                    stale.append(point.inner)
-        compat.forget_compiled(stale)
-
-
-_MOST_RECOMPILED = 7
-"""torch.compile compiles a function at most eight times, and fails then if it must have the whole graph."""
+        if self.MODULE in sys.modules and any(one.hook_type is not HookType.OBSERVE for one in advices):
+            compat.forget_compiled([point.inner for point in points])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import reprlib
 import sys
 import types
@@ -35,22 +36,17 @@ from sgl_aspects.weaving.attributes import (
     class_name,
     current,
     filled_slots,
-    inherited,
     is_a,
     is_class,
-    is_same,
     namespace,
-    with_subclasses,
 )
 from sgl_aspects.weaving.chain import calls_original
 from sgl_aspects.weaving.functions import (
     CALLED_AS_BOUND,
-    REMADE,
     Binding,
     WovenFunction,
     WovenProxy,
     bound,
-    is_woven,
     passing_on,
 )
 
@@ -69,16 +65,14 @@ class Slot:
     """The attribute of a join point, or of several for a property: its original and the installed value.
 
     :ivar occupants: the woven callables that are installed, by part; a class as "".
-    :ivar origin: what the original was remade from by rebinding; the original itself if it was not.
     :ivar superseded: the class's module ran again, and another join point has the attribute now.
     """
 
-    __slots__ = ("_place", "occupants", "origin", "original", "standing", "superseded")
+    __slots__ = ("_place", "occupants", "original", "standing", "superseded")
 
     def __init__(self, place: AttributeReference) -> None:
         self._place = place
         self.original = self.standing = place.raw
-        self.origin = origin_of(place.raw)
         self.superseded = False
         self.occupants: dict[str, Any] = OwnDict()
 
@@ -116,9 +110,8 @@ class Slot:
         owner, name = self._place.owner, self._place.name
         inherits = self._place.inherited
         place = self._place._replace(raw=self.original)
-        rebound = {} if inherits else self._rebound_parts()
-        parts = OwnDict(_inherited_parts(place) if inherits and occupants else rebound, **occupants)
-        wanted = rebuild(place, parts, self.origin if rebound else None) if parts else self.original
+        parts = OwnDict({} if inherits else self._rebound_parts(), **occupants)
+        wanted = rebuild(place, parts) if parts else self.original
         present = current(owner, name)
         if self.superseded or present is not self.expected:
             logger.info("%s: another patch is there; it is left in place", self._place)
@@ -128,9 +121,6 @@ class Slot:
             setattr(owner, name, wanted)
             if current(owner, name) is present:
                 raise AttributeError(f"its type {class_name(type(owner))} ignores assignments")
-        forget_origin(self.standing)
-        if wanted is self.original is not self.origin:
-            _note_origin(wanted, self.origin)
         self.occupants = occupants
         self.standing = wanted
 
@@ -192,9 +182,6 @@ def _open(place: AttributeReference) -> Opened:
             have = ", ".join(name for name in PROPERTY_PARTS if getattr(raw, name) is not None)
             raise HookError(f"{place}: the property has no {place.part}; it has {have}")
         return function, function
-    within = _in_classmethod(raw)
-    if within is not None:
-        return _open(place._replace(raw=within))
     decorated = _decorated(place)
     if decorated is not None:
         return _itself(place, decorated)
@@ -205,13 +192,6 @@ def _open(place: AttributeReference) -> Opened:
         return raw, _bound_late(raw)
     found = _itself(place, raw)
     return (raw, _bound_late(raw)) if binds else found
-
-
-def _in_classmethod(raw: Any) -> Any:
-    """Return the descriptor in a classmethod, which binds it before Python 3.13; None if there is none."""
-    within = raw.__func__ if is_a(raw, classmethod) and sys.version_info < (3, 13) else None
-    is_descriptor = is_a(within, (property, classmethod, staticmethod)) or not callable(within)
-    return within if is_descriptor else None
 
 
 def _decorated(place: AttributeReference) -> Any:
@@ -249,21 +229,11 @@ def _next_in_line(place: AttributeReference, captured: Callable[..., Any]) -> Ca
     With `class D(Sub, Other)`, a hook on an inherited ``Sub.m`` comes before ``Other.m``, as ``Sub`` does.
     """
     owner, name, raw = place.owner, place.name, place.raw
-    while _in_classmethod(raw) is not None:
-        raw = _in_classmethod(raw)
     if _decorated(place) is not None and not is_a(raw, functools.cached_property):
-        _refuse_if_overtaken(place)
+        return captured
 
-        def called_of_base(*args: Any, **kwargs: Any) -> Any:  # with the hooks that it has by then
-            found = _decorated(place._replace(raw=inherited(owner, name)))
-            return (captured if found is None else found)(*args, **kwargs)
-
-        return _following(captured, called_of_base)
-    if is_a(raw, staticmethod) and name != "__new__":
-        _refuse_if_overtaken(place)
-        return _following(
-            captured, lambda *args, **kwargs: getattr(super(owner, owner), name)(*args, **kwargs)
-        )
+    def called_of_base(*args: Any, **kwargs: Any) -> Any:
+        return getattr(super(owner, owner), name)(*args, **kwargs)
 
     def called(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -281,38 +251,8 @@ def _next_in_line(place: AttributeReference, captured: Callable[..., Any]) -> Ca
             return _initialise(subject, *args, **kwargs)
         return found if is_a(raw, (property, functools.cached_property)) else found(*args, **kwargs)
 
-    return _following(captured, called)
-
-
-def _inherited_parts(place: AttributeReference) -> dict[str, Any]:
-    """Return functions that call what a property inherits, by part: a hook on one leaves the others there."""
-    if not is_a(place.raw, property):
-        return {}
-    held = {part: getattr(place.raw, part) for part in PROPERTY_PARTS}
-    return {
-        part: _next_in_line(place._replace(part=part), function)
-        for part, function in held.items()
-        if function is not None
-    }
-
-
-def _following(captured: Callable[..., Any], called: Callable[..., Any]) -> Callable[..., Any]:
-    return calls_original(functools.update_wrapper(called, captured))
-
-
-def _refuse_if_overtaken(place: AttributeReference) -> None:
-    """:raises HookError: a subclass has another function before the inherited one, and no subject tells which
-    class it is called for.
-    """
-    owner, name = place.owner, place.name
-    base = next(cls for cls in bases(owner)[1:] if current(cls, name) is place.raw)
-    for cls in with_subclasses(owner):
-        order = bases(cls)
-        if among(order[order.index(owner) + 1 : order.index(base)], name) is not MISSING:
-            raise HookError(
-                f"{place} is an inherited {type(place.raw).__name__}, and {class_name(cls)} has another one "
-                f"before it; hook it where it is defined: '{place._replace(owner=base)}'"
-            )
+    is_static = is_a(raw, staticmethod) and name != "__new__"
+    return calls_original(functools.update_wrapper(called_of_base if is_static else called, captured))
 
 
 def _open_for_owner(place: AttributeReference) -> Opened:
@@ -392,21 +332,15 @@ def _initialise(self: Any, /, *args: Any, **kwargs: Any) -> None:
 # -- rebuilding --------------------------------------------------------------------------------------------
 
 
-def rebuild(place: AttributeReference, woven: Mapping[str, Any], origin: Any = None) -> Any:
-    """Return the attribute at ``place`` around the callables ``woven``, by part: "" but for properties.
-
-    :param origin: for a property with functions that are there by rebinding: what it was at first.
-    """
+def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
+    """Return the attribute at ``place`` around the callables ``woven``, by part: "" but for properties."""
     raw, owner = place.raw, place.owner
     if is_a(raw, property):
         functions = {name: getattr(raw, name) for name in PROPERTY_PARTS}
         functions.update({part or "fget": function for part, function in woven.items()})
-        held = list(functions.values())
-        return _rebuilt(raw, *held) if origin is None else _with_functions(raw, origin, held)
+        return _rebuilt(raw, *functions.values())
     if not place.binds_to_owner:
-        within, decorated = _in_classmethod(raw), _decorated(place)
-        if within is not None:
-            return _rebuilt(raw, rebuild(place._replace(raw=within), woven))
+        decorated = _decorated(place)
         if decorated is not None:
             return _rebuilt(raw, changed={id(decorated): woven[""]})
         return woven[""] if _kind_of(raw) is None else _rebuilt(raw, woven[""])
@@ -422,50 +356,11 @@ def _kind_of(raw: Any) -> type | None:
 
 
 def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
-    """Return a descriptor of the same type around new functions; the earlier one that had the same."""
-    functions = [new(getattr(descriptor, part)) for part in _parts_of(descriptor)]
-    anew = _with_functions(descriptor, origin_of(descriptor), functions)
-    if anew is not descriptor:
-        forget_origin(descriptor)
-    return anew
-
-
-def _with_functions(descriptor: Any, origin: Any, functions: list[Any]) -> Any:
-    for known in (descriptor, origin):
-        if all(is_same(getattr(known, part), one) for part, one in zip(_parts_of(known), functions)):
-            return known
-    anew = _rebuilt(descriptor, *functions)
-    _note_origin(anew, origin)
-    return anew
-
-
-def _note_origin(descriptor: Any, origin: Any) -> None:
-    for memory in _memories(descriptor):
-        memory.setdefault(REMADE, OwnDict())[id(descriptor)] = OwnDict(origin=origin, remade=descriptor)
-
-
-def origin_of(descriptor: Any) -> Any:
-    """Return what ``descriptor`` was remade from by rebinding, or itself."""
-    notes = [memory[REMADE].get(id(descriptor)) for memory in _memories(descriptor) if REMADE in memory]
-    return next((note["origin"] for note in notes if note is not None), descriptor)
-
-
-def forget_origin(descriptor: Any) -> None:
-    """Forget what ``descriptor`` was remade from."""
-    for memory in _memories(descriptor):
-        memory.get(REMADE, {}).pop(id(descriptor), None)
-
-
-def _parts_of(descriptor: Any) -> tuple[str, ...]:
-    return PROPERTY_PARTS if is_a(descriptor, property) else ("__func__",)
-
-
-def _memories(descriptor: Any) -> list[dict[str, Any]]:
-    """Return the attributes where it is noted what it was remade from: a property's are its functions'."""
-    if not is_a(descriptor, property):
-        return [descriptor.__dict__] if is_a(descriptor, (staticmethod, classmethod)) else []
-    functions = [getattr(descriptor, part) for part in PROPERTY_PARTS]
-    return [one.__dict__ for one in functions if is_a(one, types.FunctionType) and is_woven(one)]
+    """Return a descriptor of the same type around new functions; itself if it has no old ones."""
+    parts = PROPERTY_PARTS if is_a(descriptor, property) else ("__func__",)
+    functions = [getattr(descriptor, part) for part in parts]
+    anew = [new(function) for function in functions]
+    return descriptor if all(map(operator.is_, functions, anew)) else _rebuilt(descriptor, *anew)
 
 
 def _rebuilt(descriptor: Any, *functions: Any, changed: Mapping[int, Any] = MappingProxyType({})) -> Any:

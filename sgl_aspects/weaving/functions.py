@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import importlib
 import inspect
 import logging
+import pkgutil
 import sys
 import types
 import weakref
@@ -263,8 +263,7 @@ _ATTRIBUTES = (
 
 
 _KEPT = "__sgl_aspects_released__"
-REMADE = "__sgl_aspects_remade__"
-_OWN = {"__wrapped__", _KEPT, REMADE}
+_OWN = {"__wrapped__", _KEPT}
 
 
 def _copy_attributes(source: types.FunctionType, target: types.FunctionType) -> None:
@@ -373,14 +372,13 @@ class CallableProxy(BoundProxy):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not isinstance(self.__wrapped__, _PICKLED_BY_NAME):
             return super().__reduce_ex__(protocol)
-        module, _, path = self._self_place.partition(":")
-        if not module or "instance." in path:
+        if ":" not in self._self_place:
             import pickle  # slow to import
 
             raise pickle.PicklingError(
                 f"{self!r} was hooked on an instance: it has no name to be found under"
             )
-        return (found_by_name, (module, path))
+        return pkgutil.resolve_name, (self._self_place,)
 
 
 @functools.cache
@@ -388,14 +386,6 @@ def _warn_of_value(place: str, kind: str) -> None:
     logger.warning(
         "%s gives a %s, which is not called, so its hooks do not run; hook what makes it", place, kind
     )
-
-
-def found_by_name(module: str, path: str) -> Any:
-    """Return the object at ``module:path`` in the process that unpickles it."""
-    found: Any = importlib.import_module(module)
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def passing_on(proxy: Any, called: Callable[..., Any]) -> Callable[..., Any]:

@@ -181,8 +181,8 @@ class Advice:
     def is_class_replacement(self) -> bool:
         return self.hook_type is HookType.REPLACE and is_class(self.hook)
 
-    def record_error(self, error: Exception) -> None:
-        """Count an observer's exception; log the first."""
+    def __call__(self, error: Exception) -> Advice:
+        """Count an observer's exception, and log the first; returns itself, the token of a failed `enter`."""
         self.errors += 1
         if self.errors == 1:
             logger.warning(
@@ -191,6 +191,7 @@ class Advice:
                 error,
                 exc_info=error,
             )
+        return self
 
     def fail(self, fault: HookError, *, strict: bool) -> None:
         """Note that the target cannot take the hook.

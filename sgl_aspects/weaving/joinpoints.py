@@ -26,7 +26,7 @@ from sgl_aspects.weaving.attributes import (
     namespace,
 )
 from sgl_aspects.weaving.chain import build_chain
-from sgl_aspects.weaving.descriptors import C_CALLABLES, Slot, callable_in, forget_origin, opened
+from sgl_aspects.weaving.descriptors import C_CALLABLES, Slot, callable_in, opened
 from sgl_aspects.weaving.functions import WovenFunction
 from sgl_aspects.weaving.hooks import Advice, FunctionKind, HookType, innermost_first
 from sgl_aspects.weaving.rebinding import Pair, Stale
@@ -155,8 +155,7 @@ class FunctionJoinPoint(JoinPoint):
     @property
     def known_by(self) -> tuple[Any, ...]:
         callable_ = (self.function if self.installed else self.inner,) if self._is_shared else ()
-        bound = (self.original,) if type(self.original) is types.MethodType else ()
-        return (*super().known_by, *callable_, *bound)
+        return (*super().known_by, *callable_)
 
     @property
     def _is_shared(self) -> bool:
@@ -202,7 +201,7 @@ class FunctionJoinPoint(JoinPoint):
 
     def _observing(self, advice: Advice) -> tuple[Any, Any, Any]:
         observer = self._observers.get(advice, advice.hook)
-        return getattr(observer, "enter", None), getattr(observer, "exit", None), _Failed(advice)
+        return getattr(observer, "enter", None), getattr(observer, "exit", None), advice
 
     def release(self) -> None:
         self.woven.release(self._called, self.inner)
@@ -213,7 +212,7 @@ class FunctionJoinPoint(JoinPoint):
         removes = not self.active and self.installed and not (self.advices and self.displaced)
         below = inherited(self.place.owner, self.place.name) if self.place.inherited else MISSING
         if (installs or removes) and below is not MISSING:  # the base may have another one by now
-            self.slot.original = self.slot.origin = below
+            self.slot.original = below
             self.inner, _ = opened(self.place._replace(raw=below))
         elif removes and self.inner is self.original and type(self.inner) is not types.FunctionType:
             # Its owner may have removed a wrapper that was below.
@@ -318,19 +317,6 @@ def _once(advices: list[Advice]) -> list[Advice]:
     return [one for one in advices if one.target == first[id(one.hook), one.hook_type]]
 
 
-class _Failed:
-    """Handles an observer's exception; returns itself, the token of an observer that was not entered."""
-
-    __slots__ = ("advice",)
-
-    def __init__(self, advice: Advice) -> None:
-        self.advice = advice
-
-    def __call__(self, error: Exception) -> _Failed:
-        self.advice.record_error(error)
-        return self
-
-
 # -- classes -------------------------------------------------------------------------------------------------
 
 
@@ -406,11 +392,6 @@ class JoinPoints:
                 return other
         return None
 
-    def giving(self, obj: Any) -> JoinPoint | None:
-        """Return the point that has installed this object."""
-        point = self._by_object.get(id(obj))
-        return point if point is not None and point.standing is obj else None
-
     def add(self, advice: Advice, place: AttributeReference) -> JoinPoint:
         """Return a new join point with its first hook, above those made for ``place`` before."""
         place, slot = self._beneath(place)
@@ -451,11 +432,6 @@ class JoinPoints:
         point = self._by_object.pop(id(old), None)
         if point is not None and point.standing is old:
             point.slot.standing = new
-            self._by_object[id(new)] = point
-            if point.slot.occupants:
-                forget_origin(new)  # the slot knows its original
-        elif point is not None and point.original is old:  # a bound method, below its proxy
-            point.inner = point.slot.original = point.function.__wrapped__ = new
             self._by_object[id(new)] = point
 
     def displaced(self) -> list[JoinPoint]:

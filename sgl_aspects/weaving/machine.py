@@ -52,7 +52,6 @@ from sgl_aspects.weaving.attributes import (
     find,
     holds,
     is_class,
-    namespace,
     resolve,
     with_nested,
     with_subclasses,
@@ -357,11 +356,6 @@ class Weaver:
         earlier = [one for one in point.advices if one.hook_type is HookType.REPLACE and one is not advice]
         if earlier:
             logger.warning("%s overrides %s; removing it restores that one", advice, earlier[-1])
-        owner, name = point.place.owner, point.place.name
-        giving = self._points.giving(owner)
-        if giving is not None and name in namespace(owner):
-            for replacing in giving.advices:
-                logger.warning("%s overrides %s of the class given by %s", advice, name, replacing)
 
     # -- 3. apply ---------------------------------------------------------------------------------------
 

@@ -132,13 +132,7 @@ class _NotifyingLoader(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
             spec.loader = loader
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = loader
-        try:
-            loader.exec_module(module)
-        except BaseException:
-            # A reload has defined some of its functions anew; the module of an import that fails is gone.
-            if sys.modules.get(name) is module and not compat.is_initializing(spec):
-                notify(name, module)
-            raise
+        loader.exec_module(module)
         notify(name, sys.modules.get(name, module))
 
     # Warnings and tracebacks leave out the frames of the import system, which they know by the file.

@@ -4,8 +4,7 @@
 instances keep the object that X had when they were created. There are three steps, each only for objects
 that the previous one left over, because each costs about ten times more:
 
-1. count: an object with no references but those of its attribute and the weaver needs no search, a method
-   with one more is looked for in a class that was made twice;
+1. count: an object with no references but those of its attribute and the weaver needs no search;
 2. module dictionaries, searched by id;
 3. everything that the garbage collector tracks.
 
@@ -24,18 +23,14 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from sgl_aspects import compat
 from sgl_aspects.weaving.attributes import (
     MISSING,
     Attributes,
     OwnDict,
-    bases,
     class_module,
     class_name,
-    current,
     derives,
     filled_slots,
-    find,
     holds,
     inherited,
     is_a,
@@ -54,7 +49,6 @@ from sgl_aspects.weaving.templates import SUSPENDS
 
 New = Callable[..., Any]
 
-_NAME: Any = vars(type)["__name__"]
 _FACTORY: Any = vars(collections.defaultdict)["default_factory"]
 
 
@@ -228,7 +222,7 @@ def rebind(pairs: Iterable[Pair], remade: Callable[[Any, Any], None]) -> list[St
     :param remade: called with each method or descriptor around an old object, and the one that replaces it.
     """
     every = list(pairs)
-    sought = [pair for pair in every if pair.extra and not (pair.extra == 1 and _rebind_twin(pair))]
+    sought = [pair for pair in every if pair.extra]
     wanted = {id(pair.old): pair for pair in sought if pair.only_bound_to is None}
     found = _rebind_modules(wanted) if wanted else {}
     left = [pair for pair in sought if not 0 <= pair.extra <= found.get(id(pair.old), 0)]
@@ -237,17 +231,12 @@ def rebind(pairs: Iterable[Pair], remade: Callable[[Any, Any], None]) -> list[St
         with unfrozen():
             stale = _Collected(left, remade).rebind()
     weak = "a weak reference, as in a WeakSet"
-    return [*stale, *(Stale(describe(pair.old), weak) for pair in every if _stays_weakly_held(pair))]
+    return [*stale, *(Stale(describe(pair.old), weak) for pair in every if _is_weakly_held(pair))]
 
 
-def _stays_weakly_held(pair: Pair) -> bool:
-    """Rebind weak references to methods; True if others remain, which cannot be changed."""
-    if pair.only_bound_to is not None or not is_a(pair.old, types.FunctionType):
-        return False
-    if weakref.getweakrefcount(pair.old) and is_a(pair.new, types.FunctionType):
-        for weak_method in compat.weak_methods(pair.old):
-            compat.retarget_weak_method(weak_method, pair.new)
-    return weakref.getweakrefcount(pair.old) > 0
+def _is_weakly_held(pair: Pair) -> bool:
+    is_function = pair.only_bound_to is None and is_a(pair.old, types.FunctionType)
+    return is_function and weakref.getweakrefcount(pair.old) > 0
 
 
 def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
@@ -268,25 +257,6 @@ def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
                 names[name] = pair.new
                 found[id(pair.old)] = found.get(id(pair.old), 0) + 1
     return found
-
-
-def _rebind_twin(pair: Pair) -> bool:
-    """Replace a method in the first of two classes that were made of one, as by `dataclass(slots=True)`.
-
-    It lives on if it is frozen: its `__setattr__` refers to it. Returns whether one was found.
-    """
-    module, _, path = describe(pair.old).partition(":")
-    owner, _, name = path.rpartition(".")
-    is_method = owner and pair.only_bound_to is None
-    for place in find(sys.modules.get(module), tuple(owner.split("."))) if is_method else ():
-        if is_class(place.raw):
-            siblings: list[Any] = type.__subclasses__((*bases(place.raw), object)[1])[::-1]  # latest first
-            named = map(_NAME.__get__(place.raw).__eq__, map(_NAME.__get__, siblings))
-            for twin in itertools.compress(siblings, named):  # of `object` there are thousands: in C
-                if twin is not place.raw and current(twin, name) is pair.old:
-                    type.__setattr__(twin, name, pair.new)
-                    return True
-    return False
 
 
 class _Collected:

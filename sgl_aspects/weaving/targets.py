@@ -118,10 +118,6 @@ class Target:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Target:
-    if not text.isascii():
-        import unicodedata  # rarely needed
-
-        text = unicodedata.normalize("NFKC", text)  # as Python does with names
     return Target(tuple([_parse_alternate(part.strip(), text) for part in text.split("|")]))
 
 

@@ -368,28 +368,6 @@ def test_a_hook_whose_method_the_replacement_lacks_is_missing(both: Any) -> None
         assert module.Scheduler().run() == ["Base", "Scheduler", "hook"]
 
 
-def test_replacing_a_method_that_the_replacement_defines_itself_warns(
-    both: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    module, plugin = both
-    source = HookSource("one", "one-dist")
-    by_class = replacing("engine:Scheduler", plugin.Better, source=source)
-    by_method = replacing_function("engine:Scheduler.run", source=HookSource("two"))
-    inherited = replacing_function("engine:Scheduler.plan", name="planned")
-    for order in ((by_class, by_method, inherited), (by_method, inherited, by_class)):
-        caplog.clear()
-        handles = [aspects.weave(advice) for advice in order]
-        assert module.Scheduler().run() == ["hook"]
-        assert module.Scheduler().plan() == ["planned"]
-        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        for name in ("overrides run", "one (one-dist)", "from two", "plugin.Better"):
-            assert name in warning
-        for handle in handles:
-            handle.remove()
-    assert module.Scheduler().run() == ["Base", "Scheduler"]
-    assert plugin.Better().run() == ["Base", "Scheduler", "Better"]
-
-
 # -- what may not be --------------------------------------------------------------------------------------
 
 

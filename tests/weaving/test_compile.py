@@ -208,27 +208,6 @@ def test_hooking_what_no_compiled_code_holds_recompiles_nothing(
     assert torch.equal(compiled(*arguments), bare)
 
 
-@pytest.mark.parametrize("hook_type", [kind for kind in HOOKS if kind is not aspects.HookType.OBSERVE])
-def test_a_function_of_a_module_recompiles_its_callers_only(
-    engine: Any, arguments: Any, hook_type: aspects.HookType
-) -> None:
-    backend = Backend()
-    others = torch.compile(engine.call_method, backend=backend, fullgraph=True)
-    others(*arguments)
-    compiled = torch.compile(engine.call_function, backend="eager", fullgraph=True)
-    bare = compiled(*arguments)
-    with aspects.woven(_advice(engine, "function", hook_type)):
-        assert torch.equal(compiled(*arguments), engine.call_function(*arguments))
-        with aspects.woven(_advice(engine, "function", aspects.HookType.AFTER)) as handle:
-            assert torch.equal(compiled(*arguments), engine.call_function(*arguments))
-            handle.disable()
-            assert torch.equal(compiled(*arguments), engine.call_function(*arguments))
-            handle.enable()
-    assert torch.equal(compiled(*arguments), bare)
-    others(*arguments)
-    assert backend.compiled == 1
-
-
 @pytest.mark.parametrize("hook_type", list(HOOKS))
 @pytest.mark.parametrize("target", ["function", "Layer.method"])
 def test_a_hooked_function_may_itself_be_compiled(target: str, hook_type: aspects.HookType) -> None:

@@ -31,7 +31,7 @@ class C:
     def part(self): return 1
     @functools.cached_property
     def once(self): return 1
-@dataclasses.dataclass(slots=True, frozen=True)
+@dataclasses.dataclass(slots=True)
 class MadeTwice:
     x: int
     def m(self): return 1

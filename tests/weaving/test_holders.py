@@ -372,16 +372,6 @@ def test_a_decorated_functions_wrapped_function_is_the_one_that_it_had(engine: A
     assert decorated.__wrapped__ is plain
 
 
-def test_a_bound_method_in_a_static_method_is_given_back(engine: Any) -> None:
-    class Holder:
-        run = staticmethod(engine.A().m)
-
-    kept = vars(Holder)["run"]
-    with aspects.woven(around("engine:A.m", hooked)):
-        assert Holder.run() == ("hooked", "m")
-    assert vars(Holder)["run"] is kept
-
-
 def test_hooks_woven_at_once_are_not_holders_of_what_they_call(engine: Any) -> None:
     copies = [engine.f]
     with aspects.woven(around("engine:f", hooked), around("engine:f", hooked)):

@@ -737,24 +737,6 @@ def test_a_shadow_stands_where_its_class_does_in_the_order_of_bases(name: str) -
         assert [calls[name](cls) for cls in classes] == bare
 
 
-def test_an_inherited_static_method_that_another_class_precedes_is_refused() -> None:
-    """No subject tells for which class it is called."""
-    source = """
-class Base:
-    @staticmethod
-    def s(): return "Base"
-class Sub(Base): pass
-class Other(Base):
-    @staticmethod
-    def s(): return "Other"
-class Diamond(Sub, Other): pass
-"""
-    with module_of(source) as engine:
-        with pytest.raises(aspects.AspectsError, match=r"Diamond has another one.*'engine:Base\.s'"):
-            aspects.weave(around("engine:Sub.s"))
-        assert engine.Diamond.s() == "Other"
-
-
 def test_bound_methods_of_an_inherited_method_follow_for_that_class_only(engine: Any) -> None:
     plain, base = engine.Plain(0), engine.Base(0)
     plain.cached, base.cached = plain.method, base.method

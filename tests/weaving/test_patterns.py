@@ -221,13 +221,6 @@ def test_a_pattern_reaches_what_functools_makes(methods: Any) -> None:
         assert methods.A().dispatched(1) == ("hooked", "dispatched")
 
 
-def test_a_name_is_normalised_as_python_does_it() -> None:
-    """The sign for micro on a keyboard is not the letter that Python reads."""
-    source = "def \u00b5_batch(): return 'batch'"
-    with module_of(source) as module, aspects.woven(around("engine:\u00b5_batch", hooked)):
-        assert vars(module)["\u03bc_batch"]() == ("hooked", "batch")
-
-
 def test_a_wildcard_does_not_wait_for_what_a_module_makes_on_access() -> None:
     source = "def __getattr__(name): return 'made'"
     with module_of(source) as lazy, aspects.woven(around(f"{lazy.__name__}.**:*.*", count)):

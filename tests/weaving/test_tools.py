@@ -199,25 +199,17 @@ def test_coverage_sees_the_users_lines(tmp_path: Path) -> None:
     assert SOURCE.splitlines().index("    raise ValueError(a)") + 1 not in lines
 
 
-def test_a_weak_method_made_while_hooked_survives_the_removal(mod: Any) -> None:
+def test_weak_references_are_named_and_those_made_meanwhile_survive(mod: Any) -> None:
     made = mod.C()
     before = weakref.WeakMethod(made.m)
-    died: list[Any] = []
-    with aspects.woven(around("debugged:C.m", lambda original, *args: ["hooked", *original(*args)])):
-        within = weakref.WeakMethod(made.m, died.append)
-        assert aspects.report().stale == ()
-        for weak in (before, within):
-            method = weak()
-            assert method is not None
-            assert method() == ["hooked", "base", 3]
+    with aspects.woven(around("debugged:C.m")):
+        within = weakref.WeakMethod(made.m)
+        (stale,) = aspects.report().stale
+        assert "a weak reference" in stale.holder
     for weak in (before, within):
         method = weak()
         assert method is not None
         assert method() == ("base", 3)
-    assert died == []
-    del made, method
-    assert (before(), within()) == (None, None)
-    assert died == [within]
 
 
 CALLERS = """
