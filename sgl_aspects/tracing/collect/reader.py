@@ -153,7 +153,10 @@ class RingReader:
         return self._read(end - 8, 8) == number.to_bytes(8, "little")
 
     def history(self) -> Iterator[Record]:
-        """Read the records up to ``taken`` that are still in the ring, oldest first; ``taken`` stays."""
+        """Read the process's description, and the records up to ``taken`` that are still in the ring, oldest
+        first; ``taken`` stays.
+        """
+        yield from self._decoder.descriptions()
         number = max(1, self.taken - self.slots + 1)
         size = layout.SLOT_BYTES
         while number <= self.taken:
