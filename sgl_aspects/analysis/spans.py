@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,11 @@ class Span:
         return self.host, self.process_id
 
     @property
+    def pass_of(self) -> tuple[str, tuple[str, int]]:
+        """The stage of a pipeline that its process runs, "" if unknown, and its place."""
+        return stage_of(self.attributes.get(schema.RANK)), self.place
+
+    @property
     def seconds(self) -> float:
         return (self.end_ns - self.start_ns) / 1e9
 
@@ -59,6 +65,22 @@ class Span:
         if not isinstance(value, (int, float)) or not abs(value) < _BEYOND:  # NaN is not below it either
             return default
         return float(value)
+
+
+def stage_of(rank: object) -> str:
+    """Return the stage of a pipeline, such as pp1, that a rank is in; "" if unknown."""
+    return "".join(re.findall(r"\bpp\d+", str(rank)))
+
+
+def whole_of(passes: Mapping[tuple[str, Any], float]) -> float:
+    """Return the time of a step's passes, by stage and process.
+
+    A pipeline's stages add up; of a stage's processes, which work at once, the slowest counts.
+    """
+    slowest: dict[str, float] = {}
+    for (stage, _), time in passes.items():
+        slowest[stage] = max(slowest.get(stage, 0), time)
+    return sum(slowest.values())
 
 
 def read_spans(path: Path) -> list[Span]:

@@ -17,6 +17,7 @@ from typing import Any
 from sgl_aspects.analysis.causes import Causes
 from sgl_aspects.analysis.numbers import PHASES, STEP
 from sgl_aspects.analysis.sources import load_run
+from sgl_aspects.analysis.spans import stage_of, whole_of
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run import clock
 from sgl_aspects.run.control import Control, read_control, write_control, write_run_control
@@ -26,7 +27,15 @@ from sgl_aspects.tracing.collect.rings import rings
 from sgl_aspects.tracing.export.step_time import AddedTime
 from sgl_aspects.tracing.record.codec import DamagedError
 from sgl_aspects.tracing.record.format import SUFFIX
-from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
+from sgl_aspects.tracing.records import (
+    Latest,
+    ProcessDescribed,
+    Record,
+    RequestBegin,
+    RequestSeen,
+    SpanBegin,
+    SpanEnd,
+)
 
 IMAGE_PHASES = tuple(one.name for one in (schema.ENCODE, schema.DENOISE, schema.DECODE_LATENTS))
 REQUEST_PHASES = ("queue", *IMAGE_PHASES, "prefill", "decode")
@@ -145,6 +154,9 @@ class LiveRun:
         self.model = ""
         self.finished_requests = 0
         self._added = AddedTime()
+        # Of processes by name; and by a step's id and the name of a part.
+        self._stages: dict[str, str] = {}
+        self._passes: Latest[tuple[int, str], dict[tuple[str, str], float]] = Latest(_MOST_REQUESTS)
         # Names of the processes that write requests' phases, and of those that write steps: a rank that only
         # does the latter runs the batches of one that does both.
         self._answering: set[str] = set()
@@ -291,6 +303,8 @@ class LiveRun:
                 self.open[record.span_id] = request
             elif isinstance(record, RequestSeen):
                 self._ids[record.key] = record.request_id
+            elif isinstance(record, ProcessDescribed):
+                self._stages[name] = stage_of(record.attributes.get(schema.RANK))
 
     def _begin(self, record: SpanBegin) -> None:
         phases = self._phases_of(record)
@@ -318,8 +332,12 @@ class LiveRun:
         if kind == STEP:
             self._step(name, record)
         elif kind in STEP_PARTS:
-            parts = self._second(record.end_ns).parts
-            parts[kind] = parts.get(kind, 0.0) + seconds
+            parts, of_step = self._second(record.end_ns).parts, (record.root_id, kind)
+            passes = self._passes.get(of_step) or {}
+            before, own = whole_of(passes), (self._stages.get(name, ""), name)
+            passes[own] = passes.get(own, 0.0) + seconds
+            self._passes[of_step] = passes
+            parts[kind] = parts.get(kind, 0.0) + whole_of(passes) - before
         elif record.root_id == record.span_id:
             self._end(record)
         elif kind in REQUEST_PHASES:
