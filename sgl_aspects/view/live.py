@@ -28,6 +28,7 @@ from sgl_aspects.tracing.export.step_time import AddedTime
 from sgl_aspects.tracing.record.codec import DamagedError
 from sgl_aspects.tracing.record.format import SUFFIX
 from sgl_aspects.tracing.records import (
+    UNFINISHED,
     Latest,
     ProcessDescribed,
     Record,
@@ -67,6 +68,8 @@ class Request:
     #: One of several answers to a request, which has them.
     is_answer: bool = False
     answers: list[Request] = field(default_factory=list)
+    #: The name of its process's ring.
+    ring: str = ""
 
     @property
     def outcome(self) -> str:
@@ -281,11 +284,17 @@ class LiveRun:
         return found
 
     def _retire(self, name: str, ring: RingReader) -> None:
+        was_detached = ring.was_detached
         ring.close()
         del self.rings[name]
         self.gauges.pop(name, None)
         self._added.forget(name)
         self._gone.append(name)
+        for span_id in [one for one, request in self.open.items() if request.ring == name]:
+            if was_detached:
+                del self.open[span_id]
+            else:
+                self._finish(span_id, ring.last_ns, UNFINISHED)
 
     def _take(self, name: str, records: Iterable[Record]) -> None:
         for record in records:
@@ -295,7 +304,7 @@ class LiveRun:
                 self._begin(record)
             elif isinstance(record, RequestBegin):
                 self.model = str(record.attributes.get(schema.REQUEST_MODEL, "")) or self.model
-                request = Request(record.request_id, record.start_ns, self.model)
+                request = Request(record.request_id, record.start_ns, self.model, ring=name)
                 whole = None if record.remote else self.open.get(record.parent_id)
                 if whole is not None and schema.OPERATION not in record.attributes:
                     request.is_answer = True
@@ -373,19 +382,24 @@ class LiveRun:
         )
 
     def _end(self, record: SpanEnd) -> None:
-        request = self.open.pop(record.span_id, None)
+        request = self._finish(record.span_id, record.end_ns, record.error)
         if request is None:
             return  # its start was overwritten
         values = _values(record)
         first = values.get(schema.TIME_TO_FIRST_TOKEN)
-        request.end_ns = record.end_ns
         request.time_to_first_token = float(first) if isinstance(first, (int, float)) else None
         request.prompt_tokens = int(_number(values.get(schema.INPUT_TOKENS)))
         request.cached_tokens = int(_number(values.get(schema.CACHED_TOKENS)))
         request.output_tokens = int(_number(values.get(schema.OUTPUT_TOKENS)))
-        request.error, request.status = record.error, int(_number(values.get(schema.STATUS_CODE)))
+        request.status = int(_number(values.get(schema.STATUS_CODE)))
         self.finished_requests += not request.is_answer
-        self._second(record.end_ns).finished.append(request)
+
+    def _finish(self, span_id: int, end_ns: int, error: str) -> Request | None:
+        request = self.open.pop(span_id, None)
+        if request is not None:
+            request.end_ns, request.error = max(end_ns, request.start_ns), error
+            self._second(request.end_ns).finished.append(request)
+        return request
 
     def _second(self, time_ns: int) -> Second:
         return self.seconds.setdefault(time_ns // 1_000_000_000, Second())

@@ -122,3 +122,19 @@ def test_a_request_has_no_first_token_of_a_later_one_with_its_id(tmp_path: Path)
     text = shown(tmp_path)
     recorder.close()
     assert re.search(r"^time to first token( +50\.0 ms){4} ", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("detaches", "failed"), [(False, 1), (True, 0)])
+def test_a_request_of_a_process_that_has_ended_is_not_in_flight(
+    tmp_path: Path, detaches: bool, failed: int
+) -> None:
+    recorders = [RingRecorder(str(tmp_path), level=1) for _ in range(2)]
+    for recorder in recorders:
+        start = time.monotonic_ns() - 1_000_000_000
+        recorder.write(RequestBegin(recorder.new_id(), "one", start, *context.new(), "chat m", {}))
+    recorders[0].close(detaches=detaches)
+    numbers = re.search(r"in flight.*\n *(.*)\n", shown(tmp_path))
+    recorders[1].close()
+    assert numbers is not None
+    in_flight, _, found, *_ = numbers.group(1).split()
+    assert (in_flight, found) == ("1", str(failed))
