@@ -84,22 +84,22 @@ def whole_of(passes: Mapping[tuple[str, Any], float]) -> float:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Read every span of the file, by start time. Raises ConfigError if the file is not OTLP-JSON lines.
+    """Read each span of the file once, by start time. Raises ConfigError if the file is not OTLP-JSON lines.
 
     An incomplete last line is left out: the file's writer is at work, or was killed.
     """
-    spans: list[Span] = []
+    spans: dict[tuple[str, str], Span] = {}  # a collector that is started again repeats the latest
     with path.open("rb") as lines:
         for number, line in enumerate(iter(partial(lines.readline, _LONGEST), b""), 1):
             if not line.strip():
                 continue
             try:
-                spans.extend(_spans_of(json.loads(line)))
+                spans.update(((span.trace_id, span.span_id), span) for span in _spans_of(json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 if spans and not line.endswith(b"\n"):
                     break
                 raise ConfigError(f"{path}:{number} is not a line of OTLP-JSON: {error!r}") from error
-    return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
+    return sorted(spans.values(), key=lambda span: (span.start_ns, -span.end_ns))
 
 
 def span_of(readable: ReadableSpan) -> Span:

@@ -18,6 +18,7 @@ from sgl_aspects.tracing.export.metrics import EngineMetrics
 from sgl_aspects.tracing.options import tenant_of
 from sgl_aspects.tracing.records import RequestBegin, SpanEnd
 from sgl_aspects.tracing.schema import REQUEST
+from tests.support.simulated_run import SimulatedRun
 from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.usefixtures("forked_collectors", "forked_schedulers")
@@ -54,6 +55,13 @@ def test_a_label_has_few_values() -> None:
     tenants = [str((point.attributes or {})["sgl_aspects.tenant"]) for point in duration.data.data_points]
     assert len(tenants) == 51
     assert "other" in tenants
+
+
+def test_spans_that_a_collector_repeats_when_it_is_started_again_count_once(tmp_path: Path) -> None:
+    file = SimulatedRun(5).write(tmp_path / "run.jsonl")
+    once = usage_of(read_spans(file))
+    file.write_text(file.read_text() * 2)
+    assert usage_of(read_spans(file)) == once
 
 
 def test_tenants_share_the_device_time_of_their_steps(

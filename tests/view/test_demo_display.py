@@ -189,7 +189,7 @@ def test_spans_are_read_as_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "spans.jsonl"
     line = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [written]}]}]})
     file.write_text(f"{line}\n{line}\n")
-    first, _ = read_spans(file)
+    (first,) = read_spans(file)
     assert first == Span(
         "chat m",
         "0a" * 16,
