@@ -59,6 +59,7 @@ def test_the_time_in_steps_is_that_of_a_scheduler_on_average(browser: Browser, t
         span("scheduler.step", "1", "", 60, 2, links=("a0",)),
         span("scheduler.step", "2", "", 20, 3, links=("a1",)),
         span("scheduler.step", "3", "", 60, 4, links=("a0",)),  # follows process 2
+        span("scheduler.step", "5", "", 90, 4),  # none of its requests is sampled
     ]
     facts = facts_of(browser, tmp_path, spans)
     assert facts["In scheduler steps"].startswith("40 %")

@@ -186,10 +186,6 @@ class Request extends Item {
     this.phases[phase] += end - start;
   }
 
-  get slowestStep() {
-    return this.steps.reduce((slowest, step) => (!slowest || step.duration > slowest.duration ? step : slowest), null);
-  }
-
   /** The phase that took most beyond what it usually takes in this run, and how that compares. */
   get standout() {
     let found = null;

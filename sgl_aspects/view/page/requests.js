@@ -110,7 +110,7 @@ function verdict(request) {
 /** The panel of one request; `openStep(step)` goes on to a step. */
 function requestPanel(request, { openStep, close }) {
   const { run } = request;
-  const slowest = request.slowestStep;
+  const slowest = request.steps.reduce((found, step) => (!found || step.duration > found.duration ? step : found), null);
   const steps = stepList(request.steps, openStep, { label: "Steps of this request", from: request.start });
   const traceId = run.traces[request.index];
   return panel(
