@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
 from sgl_aspects.cli.arguments import number, write_text
@@ -34,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     for ring in found:
         ring.close()
     if arguments.output is None:
-        print(text, end="")
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), end="")
     else:
         write_text(arguments.output, text)
     return 0

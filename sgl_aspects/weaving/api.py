@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from sgl_aspects.errors import AspectsError, HookError
-from sgl_aspects.weaving.attributes import is_same
 from sgl_aspects.weaving.hooks import Advice, HookSource, HookType, State, innermost_first
 from sgl_aspects.weaving.joinpoints import JoinPoint
 from sgl_aspects.weaving.machine import Weaver
@@ -25,6 +24,7 @@ weaver = Weaver()
 
 _ADVICES = "__sgl_aspects_advices__"
 _UNUSED = "__sgl_aspects_unused__"
+_BOUND = (types.MethodType, types.BuiltinMethodType)
 _F = TypeVar("_F", bound=Callable[..., Any] | type)
 
 
@@ -294,8 +294,9 @@ class HookRegistry:
             advice
             for advice in cls._advices
             if advice.hook_type is hook_type
-            and is_same(advice.hook, hook)
             and _dotted(advice.target) == names
+            # Each access to a bound method creates a new object.
+            and (advice.hook is hook or (type(hook) in _BOUND and hook == advice.hook))
         ]
 
 

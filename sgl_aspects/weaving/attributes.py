@@ -130,13 +130,6 @@ def holds(items: Iterable[Any], wanted: Any) -> bool:
     return any(item is wanted for item in items)
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Compare by identity, but bound methods by equality: each access creates a new object."""
-    kind = type(one)
-    is_bound = kind is type(other) and kind in (types.MethodType, types.BuiltinMethodType)
-    return one is other or (is_bound and bool(one == other))
-
-
 def is_module(obj: Any) -> bool:
     """Return whether ``obj`` is a module, by its type only."""
     return issubclass(type(obj), types.ModuleType)

@@ -152,10 +152,12 @@ def opened(place: AttributeReference) -> Opened:
     :raises HookError: it contains no callable, or cannot be replaced.
     """
     content, called = _open(place)
-    if place.binds_to_owner:
-        return content, _of_class(content, place)
-    is_shadow = place.inherited and is_class(place.owner)
-    return content, _next_in_line(place, called) if is_shadow else called
+    if place.inherited and not place.binds_to_owner:
+        called = _next_in_line(place, called)
+    elif place.inherited and is_a(place.raw, types.FunctionType):
+        cls, name = type(place.owner), place.name  # whose method has other hooks by then
+        called = calls_original(lambda *args, **kwargs: getattr(cls, name)(*args, **kwargs))
+    return content, called
 
 
 def _open(place: AttributeReference) -> Opened:
@@ -271,14 +273,6 @@ def _open_for_owner(place: AttributeReference) -> Opened:
             f"instance's attributes; hook '{type(owner).__module__}:{type(owner).__qualname__}.{place.name}'"
         )
     return _itself(place, raw)
-
-
-def _of_class(content: Any, place: AttributeReference) -> Callable[..., Any]:
-    """Return a function that calls the method of the owner's class, with the hooks that it has by then."""
-    cls, name = type(place.owner), place.name
-    if not is_a(place.raw, types.FunctionType):
-        return content  # type: ignore[no-any-return]
-    return calls_original(lambda *args, **kwargs: getattr(cls, name)(*args, **kwargs))
 
 
 # -- binding ------------------------------------------------------------------------------------------------

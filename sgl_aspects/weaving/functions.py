@@ -151,8 +151,6 @@ class WovenFunction:
             if getattr(self.function, name) is not value:
                 setattr(original, name, getattr(self.function, name))
         _copy_attributes(self.function, original)
-        if self.is_patched:
-            logger.warning("%s: the __code__ that others gave it goes with its hooks", original.__qualname__)
 
     def _code(self, shape: Shape, hooks: dict[str, Any]) -> types.CodeType:
         """Return the code of ``shape`` with these hooks, and the model's names and lines."""
@@ -221,11 +219,6 @@ class _Calls:
 def are_constants(values: tuple[Any, ...]) -> bool:
     """Return whether they are of the code of a woven function; an observed original is one of them."""
     return any(type(value) is _Calls for value in values)
-
-
-def is_woven(function: types.FunctionType) -> bool:
-    """Return whether it is a woven function."""
-    return are_constants(function.__code__.co_consts)
 
 
 def _hashable(constant: Any) -> Any:
@@ -370,15 +363,8 @@ class CallableProxy(BoundProxy):
         return given
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not isinstance(self.__wrapped__, _PICKLED_BY_NAME):
-            return super().__reduce_ex__(protocol)
-        if ":" not in self._self_place:
-            import pickle  # slow to import
-
-            raise pickle.PicklingError(
-                f"{self!r} was hooked on an instance: it has no name to be found under"
-            )
-        return pkgutil.resolve_name, (self._self_place,)
+        has_name = isinstance(self.__wrapped__, _PICKLED_BY_NAME) and "instance." not in self._self_place
+        return (pkgutil.resolve_name, (self._self_place,)) if has_name else super().__reduce_ex__(protocol)
 
 
 @functools.cache

@@ -323,13 +323,13 @@ def _once(advices: list[Advice]) -> list[Advice]:
 class ClassJoinPoint(JoinPoint):
     """A class that is replaced as a whole, by a class. Subclasses that exist keep the base that they have."""
 
-    __slots__ = ("_own",)
+    __slots__ = ("own",)
 
     kind = "a class"
 
     def __init__(self, place: AttributeReference, slot: Slot) -> None:
         super().__init__(place, place.raw, slot)
-        self._own: dict[type, tuple[Exclusions, list[Any]]] = OwnDict()
+        self.own: dict[type, tuple[Exclusions, list[Any]]] = OwnDict()
 
     def add(self, advice: Advice) -> None:
         if not advice.is_class_replacement:
@@ -342,7 +342,7 @@ class ClassJoinPoint(JoinPoint):
     def pairs(self, before: Any, extra: Extra) -> Iterator[Pair]:
         # Referrers of a replacement from before, and its own references, are not rebound.
         exclude = exclusions_of(self.advices, *() if before is self.original else (before,))
-        yield Pair(before, self.standing, extra[0], exclude.union(*(kept for kept, _ in self._own.values())))
+        yield Pair(before, self.standing, extra[0], exclude.union(*(kept for kept, _ in self.own.values())))
 
     def apply(self, guarded: bool = False) -> None:
         active = [advice for advice in innermost_first(self.advices) if advice.enabled]
@@ -353,8 +353,8 @@ class ClassJoinPoint(JoinPoint):
         if self.installed:
             self.slot.take_out("")
         if active:
-            if wanted not in self._own:
-                self._own[wanted] = own_referrers(wanted)
+            if wanted not in self.own:
+                self.own[wanted] = own_referrers(wanted)
             self.slot.put("", wanted)
             hooks = [advice.hook for advice in self.advices]
             for subclass in type.__subclasses__(self.original):
@@ -397,8 +397,10 @@ class JoinPoints:
         place, slot = self._beneath(place)
         point = ClassJoinPoint(place, slot) if is_class(place.raw) else FunctionJoinPoint(place, slot)
         point.add(advice)
-        for below in self.at(place):  # both may have installed the same class
-            below.slot.superseded = is_class(place.raw)
+        for below in self.at(place):
+            if isinstance(below, ClassJoinPoint) and isinstance(point, ClassJoinPoint):
+                below.slot.superseded = True  # both may have installed the same class
+                point.own |= below.own
         self._points[point] = None
         self._at.setdefault(place.key, []).append(point)
         for seen in point.known_by:

@@ -41,20 +41,16 @@ from typing import Any
 
 from sgl_aspects.errors import HookError, MissingTargetError
 from sgl_aspects.weaving.attributes import (
-    MISSING,
     AttributeReference,
     OwnDict,
     Presence,
     class_module,
     class_name,
-    current,
-    derives,
     find,
     holds,
     is_class,
     resolve,
     with_nested,
-    with_subclasses,
 )
 from sgl_aspects.weaving.chain import Compiler
 from sgl_aspects.weaving.changes import Changes
@@ -293,10 +289,7 @@ class Weaver:
             return
         for base in bases_of_family(alternate, module):
             made = self._subclasses.wait(advice, base)
-            # A subclass may have one of its own, which need not call that of its base.
-            for cls in with_subclasses(base) if subclasses is None else (base, *subclasses):
-                if cls is base or (derives(cls, base) and current(cls, "__init_subclass__") is not MISSING):
-                    self._attach(made, next(find(cls, ("__init_subclass__",))))
+            self._attach(made, next(find(base, ("__init_subclass__",))))
         if found.presence is Presence.LAZY:
             own = self._lazy.wait(name, module, alternate, found.places[0].owner)
             self._attach(own, found.places[0])
@@ -347,15 +340,12 @@ class Weaver:
             raise HookError(f"{place} cannot be hooked: {error!r}") from error
         advice.points.append((point, point.calls))
         if advice.hook_type is HookType.REPLACE:
-            self._warn_of_second_replace(advice, point)
+            earlier = [one for one in point.advices[:-1] if one.hook_type is HookType.REPLACE]
+            if earlier:
+                logger.warning("%s overrides %s; removing it restores that one", advice, earlier[-1])
             if point.installed:
                 give_original(advice.hook, point.standing, point.original)
         self._touched[point] = None
-
-    def _warn_of_second_replace(self, advice: Advice, point: JoinPoint) -> None:
-        earlier = [one for one in point.advices if one.hook_type is HookType.REPLACE and one is not advice]
-        if earlier:
-            logger.warning("%s overrides %s; removing it restores that one", advice, earlier[-1])
 
     # -- 3. apply ---------------------------------------------------------------------------------------
 
@@ -460,7 +450,6 @@ class Weaver:
             for name, module in loaded(target, covered_by_patterns([target])):
                 for path in target.attribute_paths(name):
                     for place in find(module, path):
-                        standing = self._points.standing_at(place)
-                        below = [point for point in self._points.at(place) if point is not standing]
-                        found.update(dict.fromkeys(below if standing is None else [*below, standing]))
+                        points = (*self._points.at(place), self._points.standing_at(place))
+                        found.update((point, None) for point in points if point is not None)
             return list(found)

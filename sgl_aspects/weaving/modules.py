@@ -207,9 +207,8 @@ def _fault_of(name: str, search_path: tuple[str, ...]) -> str:
     for prefix in accumulate(name.split("."), "{}.{}".format):
         module = sys.modules.get(prefix)
         if module is None:
-            finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
             try:
-                specs = (finder.find_spec(prefix, within) for finder in finders)
+                specs = (one.find_spec(prefix, within) for one in sys.meta_path if hasattr(one, "find_spec"))
                 spec = next((found for found in specs if found is not None), None)
             except Exception:  # noqa: BLE001  another package's finder may raise anything
                 return ""

@@ -230,13 +230,9 @@ def rebind(pairs: Iterable[Pair], remade: Callable[[Any, Any], None]) -> list[St
     if left:
         with unfrozen():
             stale = _Collected(left, remade).rebind()
+    functions = [one.old for one in every if is_a(one.old, types.FunctionType) and one.only_bound_to is None]
     weak = "a weak reference, as in a WeakSet"
-    return [*stale, *(Stale(describe(pair.old), weak) for pair in every if _is_weakly_held(pair))]
-
-
-def _is_weakly_held(pair: Pair) -> bool:
-    is_function = pair.only_bound_to is None and is_a(pair.old, types.FunctionType)
-    return is_function and weakref.getweakrefcount(pair.old) > 0
+    return [*stale, *(Stale(describe(old), weak) for old in functions if weakref.getweakrefcount(old))]
 
 
 def _rebind_modules(wanted: dict[int, Pair]) -> dict[int, int]:
@@ -276,13 +272,12 @@ class _Collected:
         anew = self._round()  # a separate call: its lists would be referrers
         for pair in anew:
             self._remade(pair.old, pair.new)
-        return [*self.stale, *(_Collected(anew, self._remade).rebind() if anew else ())]
+        return [*self.stale, *(rebind(anew, self._remade) if anew else ())]
 
     def _round(self) -> list[Pair]:
         olds = [pairs[0].old for pairs in self.pairs.values()]
-        # Not the state of C modules: on Python 3.12 asking `_asyncio` what it refers to spoils its free list.
-        found = [one for one in referrers(olds) if not is_module(one) and not _is_ours(one)]
-        owners = self._owners([one for one in found if is_a(one, tuple) or _is_namespace(one)], found)
+        found = [one for one in referrers(olds) if not _is_of_module(one) and not _is_ours(one)]
+        owners = self._owners([one for one in found if type(one) is dict or is_a(one, tuple)], found)
         anew: list[Pair] = []
         dependent: list[Any] = []
         kept: Exclusions = frozenset().union(*(one.exclude for pairs in self.pairs.values() for one in pairs))
@@ -397,16 +392,14 @@ def _is_ours(referrer: Any) -> bool:
     return is_own and type(referrer) not in (Attributes, Result)
 
 
-def _is_namespace(referrer: Any) -> bool:
-    """Return whether it may be the dictionary of a class or an instance."""
-    is_by_names = type(referrer) is dict and all(type(key) is str for key in referrer)
-    return is_by_names and not _is_module_namespace(referrer)
+def _is_of_module(referrer: Any) -> bool:
+    """Return whether it is of a module: its namespace, or the state of one in C.
 
-
-def _is_module_namespace(referrer: Any) -> bool:
-    name = dict.get(referrer, "__name__")
+    On Python 3.12 asking `_asyncio` what it refers to spoils its free list.
+    """
+    name = dict.get(referrer, "__name__") if type(referrer) is dict else None
     module = sys.modules.get(name) if isinstance(name, str) else None
-    return module is not None and namespace(module) is referrer
+    return is_module(referrer) or (module is not None and namespace(module) is referrer)
 
 
 def _concerns(only: Any, bound_to: Any) -> bool:
@@ -444,6 +437,6 @@ def _where(owners: list[Any]) -> str:
     """Describe the owner of a tuple, if it has a name."""
     for owner in owners:
         if is_a(owner, dict):
-            return f" in module {owner['__name__']}" if _is_module_namespace(owner) else " in a dict"
+            return f" in module {owner['__name__']}" if _is_of_module(owner) else " in a dict"
         return f" in {_described(owner)}"
     return ""

@@ -168,10 +168,7 @@ def give_original(hook: Any, standing: Any, original: Any) -> None:
 
 def _namespace_of(hook: Any) -> dict[str, Any] | None:
     """Return the namespace of the module that defines ``hook``; None if it is not loaded."""
-    try:
-        name = class_module(hook) if is_class(hook) else hook.__module__
-    except Exception:  # noqa: BLE001  a hook may answer in any way
-        return None
+    name: Any = class_module(hook) if is_class(hook) else getattr(hook, "__module__", None)
     module = sys.modules.get(name) if is_a(name, str) else None
     return namespace(module) if module is not None else None
 

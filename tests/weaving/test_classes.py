@@ -178,6 +178,15 @@ def test_the_replacements_own_module_goes_on_with_the_original(both: Any) -> Non
         assert module.Scheduler().run() == ["Base", "Scheduler"]
 
 
+def test_another_module_that_had_the_replacement_before_keeps_it(both: Any, engine: Engine) -> None:
+    module, plugin = both
+    engine.write("user.py", "from plugin import Better\n")
+    user = engine.load("user")
+    with aspects.woven(replacing("engine:Scheduler", plugin.Better)):
+        assert user.Better is module.Scheduler
+    assert user.Better is plugin.Better is not module.Scheduler
+
+
 def test_a_replacement_may_hold_the_original_in_any_way(both: Any) -> None:
     module, _ = both
     Old = module.Scheduler  # noqa: N806

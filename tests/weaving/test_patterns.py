@@ -189,28 +189,6 @@ def test_later_subclasses_are_taken_at_once(engine: Any, how: str) -> None:
     assert type("After", (engine.Base,), {"run": lambda self: "after"})().run() == "after"
 
 
-def test_subclasses_of_a_class_whose_init_subclass_does_not_call_its_base(engine: Any) -> None:
-    class Base:
-        def run(self) -> Any:
-            return "base"
-
-    class Silent(Base):
-        def __init_subclass__(cls) -> None: ...
-
-    engine.Base, Base.__module__ = Base, "engine"
-    before = dict(vars(Silent))
-    handle = aspects.weave(around("engine:Base+.run", hooked))
-
-    class Later(Base):
-        def __init_subclass__(cls) -> None: ...
-
-    made = [type("Sub", (above,), {"run": lambda self: "sub"}) for above in (Silent, Later)]
-    assert [one().run() for one in made] == [("hooked", "sub")] * 2
-    handle.remove()
-    assert [one().run() for one in made] == ["sub"] * 2
-    assert dict(vars(Silent)) == before
-
-
 methods = fixture_of(METHODS)
 
 
