@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -283,6 +283,19 @@ def test_a_request_s_end_waits_for_what_is_still_to_be_read() -> None:
         joiner.match_waiting()
     (request,) = [span for span in joiner.spans if span.name == "chat m"]
     assert (request.attributes or {})["gen_ai.latency.time_in_queue"] == 10e-9
+
+
+def test_another_rank_gets_a_request_before_the_one_that_begins_it() -> None:
+    """Where the front end is not Python, the rank that answers begins it: both get it at once."""
+    joiner, follower = Joined(), cast("Any", Writer("3"))
+    step = SpanEnd(SpanType("first"), 20, 20, 0, 10, 20, links=[9])
+    described = ProcessDescribed({"sgl_aspects.rank.follower": True})
+    joiner.add(follower, described, RequestSeen(9, "r", 4), step)
+    joiner.received(start_ns=5)
+    joiner.of_scheduler(RequestSeen(8, "r", 6))
+    joiner.finish()
+    (link,) = joiner.spans[0].links
+    assert (joiner.names[0], link.context.trace_id) == ("first", 0xABC)
 
 
 def test_a_request_that_is_kept_in_the_end_is_linked_to_from_then_on() -> None:

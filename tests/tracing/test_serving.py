@@ -334,6 +334,17 @@ def test_a_callers_context_that_a_front_end_in_rust_hands_on_is_used() -> None:
     assert (second.parent_id, second.name) == (0, "text_completion unknown")
 
 
+def test_what_a_scheduler_refuses_has_no_usage_without_a_front_end_in_python_either() -> None:
+    recorder = Memory()
+    calls = Trackers.of(SGLANG, recorder, DEFAULTS).calls
+    for rid, fed, output, problem in (("refused", 0, 1, "rejected"), ("left", 4, 3, "abort")):
+        message = SimpleNamespace(rid=rid, sampling_params=SimpleNamespace(n=1))
+        calls.begin_here(message, SimpleNamespace(server_args=None), rid, 4)
+        calls.end_here(rid, fed, output, "abort", problem)
+    usage = [span.values[3:5] for span in recorder.named("request")]
+    assert usage == [[None, None], [4, 3]]
+
+
 def test_a_parser_that_calls_another_is_counted_once() -> None:
     trackers = Trackers.of(SGLANG, Memory(), DEFAULTS)
     observations = {each.role: each for each in ServingObserver(trackers).observations()}

@@ -276,6 +276,8 @@ class Joiner:
 
     def _see_request(self, writer: Writer, record: RequestSeen, is_late: bool = False) -> bool:
         root = self._roots.find(writer.name, record, _ENDED_BEFORE_SECONDS if is_late else None)
+        if root is None and is_late and self._builder.is_follower(writer):
+            root = self._roots.begun_after(writer.name, record)
         if root is None:
             return False
         self._roots.name(record.key, root)

@@ -175,6 +175,16 @@ class Roots:
         root.seen_by[writer] = seen
         return root
 
+    def begun_after(self, writer: str, seen: RequestSeen) -> Root | None:
+        """Return the request with this id that began within a second: of a front end that is not Python one
+        of an engine's ranks begins it, when a follower may have it already.
+        """
+        for root in self._requests.get(seen.request_id, ()):
+            if root.begin is not None and 0 < root.begin.start_ns - seen.time_ns < 1_000_000_000:
+                root.seen_by[writer] = seen
+                return root
+        return None
+
     def send(self, root: Root) -> None:
         """Note that it was sent, and give it what was taken for the one before it with its id: its scheduler
         may have been read just before the caller.

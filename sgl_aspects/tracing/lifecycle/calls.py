@@ -256,6 +256,8 @@ class CallTracker:
             del self.live[rid]
             prompt = call.tokens[0] if call.tokens is not None else None
             call.tokens = prompt, output_tokens, None if prompt is None else max(0, prompt - fed)
+            if problem and not fed:  # refused, or given up before the model saw it
+                call.tokens = None
             self.end(call, reason, problem)
 
     def begin_attached(self, manager: Any) -> None:
