@@ -20,7 +20,6 @@ from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.collect.run_reader import Deliveries
 from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from sgl_aspects.tracing.export.pipelines import Pipeline, close_all
-from sgl_aspects.tracing.export.span import ReadableExporter
 from tests.support.distributions import install
 from tests.support.otlp_receiver import Receiver, backend, grpc_receiver, http_receiver, spans_of
 from tests.support.processes import peak_megabytes, wait_until
@@ -38,7 +37,7 @@ def test_a_process_that_waits_for_the_end_logs_why(capfd: pytest.CaptureFixture[
         def shutdown(self) -> None:
             """Nothing to end."""
 
-    pipeline = Pipeline("slow", ReadableExporter(Hanging()))
+    pipeline = Pipeline("slow", Hanging())
     pipeline.offer([collected(2)])
     close_all([pipeline], 5)
     said = capfd.readouterr().err
@@ -102,7 +101,7 @@ def test_a_slow_exporter_is_waited_for_as_long_as_it_delivers(monkeypatch: pytes
             return SpanExportResult.SUCCESS
 
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
-    pipeline = Pipeline("slow", ReadableExporter(Slow()))
+    pipeline = Pipeline("slow", Slow())
     for number in range(5):
         pipeline.offer([collected(number + 2)])
     close_all([pipeline], 0.9)
@@ -120,7 +119,7 @@ def test_records_may_be_overwritten_once_each_exporter_has_their_spans(
 
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     exporters = ConsoleSpanExporter(out=StringIO()), Held()
-    pipelines = [Pipeline(type(each).__name__, ReadableExporter(each)) for each in exporters]
+    pipelines = [Pipeline(type(each).__name__, each) for each in exporters]
     deliveries = Deliveries(pipelines)
     for number in (1, 2):
         for pipeline in pipelines:
@@ -139,19 +138,37 @@ def test_records_may_be_overwritten_once_each_exporter_has_their_spans(
 def test_spans_with_many_links_are_sent_in_smaller_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, gRPC's servers refuse a message of more than 4 MiB: 2,048 steps of 256 requests are 23."""
     sizes: list[int] = []
+    encoder = SpanEncoder()
 
-    class Encoding(SpanExporter):
+    class Sending(SpanExporter):
         def export(self, spans: Any) -> SpanExportResult:
-            sizes.append(len(SpanEncoder().encode(spans)))
+            sizes.append(len(encoder.message(spans)))
             return SpanExportResult.SUCCESS
 
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
-    pipeline = Pipeline("encoding", Encoding())
+    pipeline = Pipeline("sending", Sending(), prepare=encoder.span)
     step = collected(2)._replace(links=[collected(3 + number).root for number in range(256)])
     pipeline.offer([step] * 2048)
     close_all([pipeline], 30)
     assert pipeline.exported == 2048
     assert max(sizes) < 1 << 20
+
+
+def test_a_span_that_cannot_be_encoded_is_lost_alone(caplog: pytest.LogCaptureFixture) -> None:
+    delivered: list[Any] = []
+
+    class Keeping(SpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            delivered.extend(spans)
+            return SpanExportResult.SUCCESS
+
+    pipeline = Pipeline("otlp", Keeping(), prepare=SpanEncoder().span)
+    spans = [collected(number + 2) for number in range(3)]
+    spans[1] = spans[1]._replace(name="odd", start_ns=-1)
+    pipeline.offer(spans)
+    close_all([pipeline], 30)
+    assert (len(delivered), pipeline.exported, pipeline.lost) == (2, 2, 1)
+    assert "The span odd is lost to the exporter otlp" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing import TraceSummary, attach
 from sgl_aspects.tracing.export import otlp
+from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 from tests.support.distributions import install
 from tests.support.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver
 from tests.support.processes import peak_megabytes
@@ -142,7 +143,7 @@ def test_an_answer_that_trickles_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     rejections = otlp.Rejections("TRACES")
     with http_receiver(trickle) as running:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", running.endpoint)
-        exporter = otlp.span_exporter("http/protobuf", rejections)
+        exporter = otlp.span_exporter("http/protobuf", rejections, SpanEncoder())
         exporter.export([])
         assert gone.wait(30)  # before all of it was sent, a minute later
         exporter.shutdown()

@@ -23,7 +23,6 @@ from sgl_aspects.errors import ConfigError
 from sgl_aspects.tracing.export.chrome_trace import ChromeTraceExporter
 from sgl_aspects.tracing.export.otlp_file import OtlpJsonFileExporter
 from sgl_aspects.tracing.export.pipelines import Pipeline
-from sgl_aspects.tracing.export.span import ReadableExporter
 from sgl_aspects.tracing.settings import installed_exporter
 
 if TYPE_CHECKING:
@@ -42,10 +41,12 @@ def make_pipeline(name: str, settings: TraceSettings, *, append: bool = False) -
     """
     if name == "otlp":
         from sgl_aspects.tracing.export.otlp import Rejections, span_exporter
+        from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
 
-        rejections = Rejections("TRACES")
-        return Pipeline(name, span_exporter(settings.protocol, rejections), rejections.take)
-    return Pipeline(name, ReadableExporter(_span_exporter(name, settings, append=append)))
+        rejections, encoder = Rejections("TRACES"), SpanEncoder()
+        exporter = span_exporter(settings.protocol, rejections, encoder)
+        return Pipeline(name, exporter, rejections.take, encoder.span)
+    return Pipeline(name, _span_exporter(name, settings, append=append))
 
 
 def _span_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanExporter:

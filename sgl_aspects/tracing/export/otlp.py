@@ -22,8 +22,7 @@ from opentelemetry.sdk.metrics.export import MetricExporter
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from sgl_aspects import env
-from sgl_aspects.tracing.export.otlp_encoder import SpanEncoder
-from sgl_aspects.tracing.export.span import CollectedSpan
+from sgl_aspects.tracing.export.otlp_encoder import EncodedSpan, SpanEncoder
 from sgl_aspects.tracing.variables import compression, tls_files
 
 if TYPE_CHECKING:
@@ -71,20 +70,20 @@ class Rejections:
             )
 
 
-def span_exporter(protocol: str, rejections: Rejections) -> SpanExporter:
-    """Return an exporter of collected spans. Endpoint, headers and the rest come from the environment."""
+def span_exporter(protocol: str, rejections: Rejections, encoder: SpanEncoder) -> SpanExporter:
+    """Return an exporter of spans that ``encoder`` has encoded; it reads its settings in the environment."""
     exporter: SpanExporter
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as by_grpc
 
         exporter = by_grpc.OTLPSpanExporter(**_grpc_arguments("TRACES"))
-        use_encoder(by_grpc, ExportTraceServiceRequest.FromString)
+        _use_encoded(by_grpc, encoder, ExportTraceServiceRequest.FromString)
         _listen(exporter, rejections)
         return exporter
     from opentelemetry.exporter.otlp.proto.http import trace_exporter as by_http
 
     exporter = by_http.OTLPSpanExporter(session=_session("TRACES", rejections))
-    use_encoder(by_http, _Encoded)
+    _use_encoded(by_http, encoder, _Encoded)
     return exporter
 
 
@@ -98,12 +97,11 @@ class _Encoded:
         return self._data
 
 
-def use_encoder(exporter: Any, make_message: Callable[[bytes], Any]) -> None:
-    """Have an exporter's module encode collected spans, by :class:`SpanEncoder`."""
-    encoder = SpanEncoder()
+def _use_encoded(exporter: Any, encoder: SpanEncoder, make_message: Callable[[bytes], Any]) -> None:
+    """Have an exporter's module make its messages of spans that ``encoder`` has encoded."""
 
-    def encode(spans: Sequence[CollectedSpan]) -> Any:
-        return make_message(encoder.encode(spans))
+    def encode(spans: Sequence[EncodedSpan]) -> Any:
+        return make_message(encoder.message(spans))
 
     exporter.encode_spans = encode
 

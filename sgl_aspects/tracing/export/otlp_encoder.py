@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import Resource
@@ -44,6 +44,7 @@ _MOST_KEPT = 4096
 _LONGEST_KEPT = 100
 #: From the value of an attribute to the attribute's bytes.
 _Encoder: TypeAlias = Callable[[Any], bytes]
+_new: Any = tuple.__new__
 _call: Any = getattr(operator, "call", lambda function, value: function(value))  # Python 3.11
 
 
@@ -116,8 +117,16 @@ class _Attributes(Latest[tuple[str, type], _Encoder]):
         return found
 
 
+class EncodedSpan(NamedTuple):
+    """A span as OTLP's bytes, with what its message needs to know of it."""
+
+    resource: Resource
+    content: bytes
+    links: Sequence[RootContext]
+
+
 class SpanEncoder:
-    """Encodes batches of spans; caches the encoding of recurring parts. Not thread-safe."""
+    """Encodes spans, and messages of them; caches the encoding of recurring parts. Not thread-safe."""
 
     def __init__(self) -> None:
         self._attributes = _Attributes(_MOST_KEPT)
@@ -134,13 +143,17 @@ class SpanEncoder:
 
     def encode(self, spans: Sequence[CollectedSpan]) -> bytes:
         """Encode an ``ExportTraceServiceRequest``."""
+        return self.message([*map(self.span, spans)])
+
+    def message(self, spans: Sequence[EncodedSpan]) -> bytes:
+        """Make an ``ExportTraceServiceRequest`` of spans that are encoded already."""
         by_resource: dict[int, tuple[Resource, list[bytes]]] = {}
         resource, encoded = None, list[bytes]()
         for span in spans:
             if resource is not span[0]:
                 resource = span[0]
                 _, encoded = by_resource.setdefault(id(resource), (resource, [self._scope]))
-            content = self._span(span)
+            content = span[1]
             size = len(content)
             encoded += (_SPAN_STARTS[size] if size < _MOST_SMALL else b"\x12" + _varint(size), content)
         parts = list[bytes]()
@@ -152,9 +165,13 @@ class SpanEncoder:
             parts += (b"\x0a", _varint(size), head, scope_spans, url)
         return b"".join(parts)
 
-    def _span(self, span: CollectedSpan) -> bytes:
+    def span(self, span: CollectedSpan) -> EncodedSpan:
+        """Encode a span.
+
+        :raises TypeError: OTLP has no form for the value of an attribute.
+        """
         (
-            _,
+            resource,
             root,
             span_id,
             parent_id,
@@ -191,7 +208,8 @@ class SpanEncoder:
             parts += [each.in_links or _keep_link(each) for each in links]
         if links.__class__ is BoundedList and links.dropped:
             parts.append(b"\x70" + _varint(links.dropped))
-        return b"".join(parts)
+        encoded: EncodedSpan = _new(EncodedSpan, (resource, b"".join(parts), links))
+        return encoded
 
     def _keep_head(self, key: Any, name: str, kind: SpanKind, is_remote: bool, status: Status) -> bytes:
         fixed = _HEAD(0x30, KINDS[kind], 0x0185, FLAGS[is_remote], 0x39)

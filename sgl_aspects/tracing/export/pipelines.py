@@ -6,7 +6,7 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -42,18 +42,23 @@ class NoExporter(SpanExporter):
 class Pipeline:
     """One exporter behind its queue. ``offered`` = exported + not delivered, always.
 
-    ``exporter``: takes :class:`~.span.CollectedSpan`. ``take_rejected``: returns the number of spans in
+    ``exporter``: takes what ``prepare`` makes of a span: in the thread that has made the span, as another
+    processor would have to fetch each of its objects. ``take_rejected``: returns the number of spans in
     accepted messages that the backend rejected.
     """
 
     def __init__(
-        self, name: str, exporter: SpanExporter, take_rejected: Callable[[], int] = lambda: 0
+        self,
+        name: str,
+        exporter: SpanExporter,
+        take_rejected: Callable[[], int] = lambda: 0,
+        prepare: Callable[[CollectedSpan], Any] = CollectedSpan.readable,
     ) -> None:
         self.name = name
         self._exporter: Any = exporter
-        self._take_rejected = take_rejected
+        self._take_rejected, self._prepare = take_rejected, prepare
         self._settings = BatchSettings.from_environment()
-        self._queue: collections.deque[CollectedSpan] = collections.deque()
+        self._queue: collections.deque[Any] = collections.deque()
         self._awake, self._is_closing, self._is_shut = threading.Event(), False, False
         self.offered = self.exported = 0
         #: The spans that were queued.
@@ -72,11 +77,19 @@ class Pipeline:
             some = spans[: self._room()]
             if not some:
                 return
-            self.given += len(some)
-            self._queue.extend(some)
+            spans = spans[len(some) :]
+            ready = [*self._prepared(some)]
+            self.given += len(ready)
+            self._queue.extend(ready)
             if len(self._queue) >= self._settings.batch:
                 self._awake.set()
-            spans = spans[len(some) :]
+
+    def _prepared(self, spans: Sequence[CollectedSpan]) -> Iterator[Any]:
+        for span in spans:
+            try:
+                yield self._prepare(span)
+            except Exception:
+                logger.exception("The span %s is lost to the exporter %s:", span.name, self.name)
 
     def _work(self) -> None:
         """Export a batch when it is full, the rest after each delay, everything at the end."""
@@ -102,9 +115,9 @@ class Pipeline:
         self._failed += rejected
         self.exported += len(batch) - rejected
 
-    def _take_batch(self) -> list[CollectedSpan]:
+    def _take_batch(self) -> list[Any]:
         """Remove a batch from the queue: fewer where they have many links, for backends limit a message."""
-        queue, batch, room = self._queue, list[CollectedSpan](), _MOST_LINKS
+        queue, batch, room = self._queue, list[Any](), _MOST_LINKS
         for _ in range(min(self._settings.batch, len(queue))):
             span = queue.popleft()
             batch.append(span)

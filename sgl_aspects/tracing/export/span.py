@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
@@ -100,14 +99,3 @@ class CollectedSpan(NamedTuple):
             end_time=self.end_ns,
             instrumentation_scope=SCOPE,
         )
-
-
-class ReadableExporter(SpanExporter):
-    """Passes collected spans to an exporter of OpenTelemetry's."""
-
-    def __init__(self, inner: SpanExporter) -> None:
-        self._inner = inner
-        self.shutdown = inner.shutdown  # type: ignore[method-assign]
-
-    def export(self, spans: Sequence[CollectedSpan]) -> SpanExportResult:  # type: ignore[override]
-        return self._inner.export([span.readable() for span in spans])
