@@ -94,7 +94,7 @@ class Watched:
                 next((one for one in constants if getattr(one, "__name__", "").endswith(part)), None)
                 for part in ("_enter", "_exit")
             )
-            failed = next(one for one in constants if type(one).__name__ == "_Failed")
+            failed = next(one for one in constants if type(one).__name__ == "Advice")
             self.on = self._called_in_c(inner, enter, leave, failed)
         setattr(owner, name, functools.wraps(original)(outer))
 
