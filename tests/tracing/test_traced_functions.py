@@ -161,6 +161,11 @@ def test_declared_functions_get_spans_with_the_attributes_that_paths_lead_to(tra
     assert (free["count"], free["second"], free["colour"]) == (2, 2, "red")
 
 
+def test_a_path_to_an_attribute_that_is_not_there_is_told_once(traced: Any) -> None:
+    _, logged = traced(DECLARED)
+    assert logged.count("batch.no.such.thing is left out: 'Batch' object has no attribute 'no'") == 1
+
+
 def test_spans_nest_as_calls_do_in_each_thread_and_task(traced: Any) -> None:
     found, _ = traced(DECLARED)
     by_id = {span.span_id: span for spans in found.values() for span in spans}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 import inspect
+import logging
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from time import monotonic_ns
 from typing import Any
 
@@ -15,6 +17,8 @@ from sgl_aspects.tracing.context import OpenSpan, given, innermost, leave
 from sgl_aspects.tracing.record.recorder import Recorder, SpanWriter, in_sample
 from sgl_aspects.tracing.records import AttributeValue, SpanType, error_type
 from sgl_aspects.weaving import argument_reader
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_TEXT = 1024
 _LONGEST_LIST = 256
@@ -148,7 +152,7 @@ class TracedFunction:
 
 
 def _reader(function: Callable[..., Any], path: tuple[str, ...]) -> Reader:
-    first, *rest = path
+    (first, *rest), shown = path, ".".join(path)
     argument = None if first == RESULT else argument_reader(_handed_on_to(function), first)
 
     def read(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -156,7 +160,7 @@ def _reader(function: Callable[..., Any], path: tuple[str, ...]) -> Reader:
         for name in rest:
             if found is None:
                 return None
-            found = _step_into(found, name)
+            found = _step_into(found, name, shown)
         return found
 
     return read
@@ -175,12 +179,20 @@ def _handed_on_to(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _step_into(subject: Any, name: str) -> Any:
+@lru_cache(maxsize=1024)
+def _warn_of_missing(path: str, why: str) -> None:
+    logger.warning("[[trace]]: %s is left out: %s", path, why)
+
+
+def _step_into(subject: Any, name: str, path: str) -> Any:
     """Return an attribute, or an item of a mapping or a sequence; None if there is none."""
     try:
         if isinstance(subject, Mapping):
             return subject[name]
         return subject[int(name)] if name.isdecimal() else getattr(subject, name)
+    except AttributeError as error:  # perhaps mistyped
+        _warn_of_missing(path, str(error))
+        return None
     except Exception:  # noqa: BLE001  a property of the engine's may raise anything
         return None
 
