@@ -102,6 +102,7 @@ def page() -> str:
     rows += ["", "## Attributes", "", "| attribute | of | promise |", "| --- | --- | --- |"]
     for name, section in sorted(attributes()):
         of = {each.name: is_4 for each, is_4 in types.values() if name in each.attributes}
+        of |= {"request": False} if section == "requests" else {}
         promise = MAY_CHANGE if (of and all(of.values())) or name.endswith("*") else STABLE
         where = (
             section if not of or of.keys() == {"request"} else ", ".join(f"`{each}`" for each in sorted(of))

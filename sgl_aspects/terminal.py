@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import io
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 # Characters in a line of what another program reads: rich would break its lines after 80.
 _PIPE_WIDTH = 500
-_PLAIN = {"µ": "u", "–": "-", "─": "-", "…": "...", "→": "->", "×": "x"}
+_PLAIN = {"µ": "u", "–": "-", "─": "-", "…": "...", "→": "->", "×": "x", "├": "|", "└": "`", "▏": "|"}
+_PLAIN |= dict.fromkeys("█▌▐", "#")
 
 
 def printable(text: str) -> str:
@@ -36,17 +38,25 @@ def counted(number: int, noun: str) -> str:
 
 
 def replace_unencodable() -> None:
-    """Have the standard output replace characters that its encoding lacks, such as that of LC_ALL=C."""
+    """Have the standard output replace what its encoding lacks: in UTF-8 halves of characters alone."""
     output = sys.stdout
-    if isinstance(output, io.TextIOWrapper) and codecs.lookup(output.encoding).name != "utf-8":
+    if isinstance(output, io.TextIOWrapper):
         codecs.register_error("sgl_aspects.plain", _replaced)
         output.reconfigure(errors="sgl_aspects.plain")
 
 
 def _replaced(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(_PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
+    assert isinstance(error, UnicodeEncodeError)
+    lost = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(each, ascii(each)[1:-1]) for each in lost), error.end
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return lines whose columns are aligned, two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )
 
 
 def table(first: str, *numbers: str) -> Table:

@@ -156,6 +156,10 @@ class Causes:
                 return [span for span in found if self.by_id.get(span.parent_id) not in found]
         return []
 
+    def steps(self) -> Iterator[Span]:
+        """Yield the steps of the schedulers; of ranks that run the same, those of the one that answers."""
+        return (step.span for scheduler in self._schedulers.values() for step in scheduler.steps)
+
     def has_steps(self, request: Span) -> bool:
         """Return whether steps were recorded while the request was in its scheduler: they are at level 2."""
         computed = [span for span in self._phases(request) if span.name in (_PREFILL, _DECODE)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sgl_aspects.analysis.spans import Span
+from sgl_aspects.analysis.spans import Span, whole_of
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.export.step_time import AddedTime
 
@@ -85,12 +85,11 @@ def report_run(spans: Sequence[Span]) -> RunReport:
 
 def report_phases(spans: Sequence[Span], steps: Sequence[Span]) -> tuple[PhaseNumbers, ...]:
     """Return ``steps`` by phase, with the time of their forward passes among ``spans``."""
-    passes: dict[str, dict[tuple[str, int], float]] = defaultdict(lambda: defaultdict(float))
+    passes: dict[str, Counter[tuple[str, tuple[str, int]]]] = defaultdict(Counter)
     for span in spans:
         if span.name == "forward":  # in its step's trace, which has no other spans
-            passes[span.trace_id][span.place] += span.seconds
-    # Workers of a step run theirs at once.
-    forward_seconds = {trace_id: max(found.values()) for trace_id, found in passes.items()}
+            passes[span.trace_id][span.pass_of] += span.end_ns - span.start_ns
+    forward_seconds = {trace_id: whole_of(found) / 1e9 for trace_id, found in passes.items()}
     times = AddedTime()
     added = {
         step.span_id: times.of(step.place, step.start_ns, step.end_ns) / 1e9

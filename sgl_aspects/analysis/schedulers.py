@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from sgl_aspects.analysis.spans import Span
+from sgl_aspects.analysis.spans import Span, whole_of
 from sgl_aspects.tracing import schema
 
 #: The scheduler's mode of a batch in which each request gets its next token.
@@ -122,6 +121,8 @@ def schedulers_of(spans: Sequence[Span], requests: Mapping[str, Span]) -> dict[t
                 by_place[place].append(step)
             else:
                 others[span.trace_id] = place, step
+    for _, step in others.values():
+        by_place.pop(step.span.place, None)  # steps without a sampled request
     prefills: dict[tuple[str, int], list[Span]] = defaultdict(list)
     for span in phases:
         if span.name == schema.PREFILL.name:
@@ -150,32 +151,27 @@ def _add_device_times(
 ) -> None:
     """Give each step the time of its forward passes: on the device if known, else on the host.
 
-    Those of one process add up, and those of a pipeline's stages; of other processes of a step, which work at
-    once, the slowest counts. Only one replayed graph in several is timed: the others get the median of those
-    of their size and process. ``others``: the steps of other ranks, with the place of the one that answers.
+    ``whole_of`` a step's. Only one replayed graph in several is timed: the others get the median of those of
+    their size and process. ``others``: the steps of other ranks, with the place of the one that answers.
     """
     timed: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for span in passes:
         if schema.DEVICE_TIME in span.attributes:
             timed[_kind(span)].append(span.number(schema.DEVICE_TIME))
     usual = {kind: statistics.median(found) for kind, found in timed.items()}
-    sums: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
-    stages: dict[tuple[str, int], str] = {}
+    sums: dict[str, Counter[tuple[str, tuple[str, int]]]] = defaultdict(Counter)
     wholes: dict[str, str] = {}
     for span in passes:
-        place, trace = span.place, span.trace_id
+        trace = span.trace_id
         if trace in others and trace not in wholes:
             owner, step = others[trace]
             near = schedulers[owner].around(span, step) if owner in schedulers else ()
-            wholes[trace] = next((one for one in near if place not in sums[one]), "")
+            wholes[trace] = next((one for one in near if span.pass_of not in sums[one]), "")
         seconds = span.number(schema.DEVICE_TIME, usual.get(_kind(span), span.seconds))
-        sums[wholes.get(trace, trace)][place] += round(seconds * 1e9)
-        stages[place] = "".join(re.findall(r"\bpp\d+", str(span.attributes.get(schema.RANK))))
+        sums[wholes.get(trace, trace)][span.pass_of] += round(seconds * 1e9)
     for step in (step for scheduler in schedulers.values() for step in scheduler.steps):
-        slowest: Counter[str] = Counter()
-        for place, ns in sums[step.span.trace_id].items():
-            slowest[stages[place]] = max(slowest[stages[place]], ns)
-        step.device_ns = sum(slowest.values()) or step.span.end_ns - step.span.start_ns  # level 2: no passes
+        whole = whole_of(sums[step.span.trace_id])
+        step.device_ns = whole or step.span.end_ns - step.span.start_ns  # level 2: no passes
 
 
 def _kind(forward: Span) -> tuple[object, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import SpanKind
 
 from sgl_aspects.analysis.causes import Causes, Explanation
-from sgl_aspects.analysis.spans import Span
+from sgl_aspects.analysis.spans import Span, span_of
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.roots import Root
 from sgl_aspects.tracing.export.span import CollectedSpan
@@ -45,7 +46,7 @@ class SlowRequests:
         slow: list[int] = []
         for index, span in enumerate(spans):
             if span.kind is SpanKind.SERVER or schema.REQUEST_ID in (span.attributes or ()):
-                request = _read(span)
+                request = span_of(span.readable())
                 self._requests[request.span_id] = request
                 is_slow = span.end_ns - span.start_ns >= self._slow_ns
                 if is_slow and request.is_server and span.start_ns >= self._complete_since:
@@ -61,14 +62,14 @@ class SlowRequests:
         causes = Causes([*requests, *(span for span in self._held if span.end_ns >= since)])
         ids = {one: str(each.attributes.get(schema.REQUEST_ID, "")) for one, each in causes.by_id.items()}
         for index in slow:
-            request = _read(spans[index])
+            request = span_of(spans[index].readable())
             if causes.has_steps(request):
                 found = _attributes_of(causes.explain(request), ids)
                 spans[index] = spans[index].with_attributes(found)
         self._pause_until = time.monotonic() + (time.monotonic() - began) * (1 / _SHARE - 1)
 
     def _hold(self, span: CollectedSpan) -> None:
-        held = _read(span)
+        held = span_of(span.readable())
         self._held.append(held)
         root = span.root if isinstance(span.root, Root) else None
         while root is not None and root.begin and f"{root.span_id:016x}" not in self._requests:
@@ -78,40 +79,12 @@ class SlowRequests:
             self._complete_since = max(self._complete_since, self._held.popleft().end_ns)
 
 
-def _read(span: CollectedSpan) -> Span:
-    known = zip(span.names, span.values) if span.attributes is None else span.attributes.items()
-    resource = span.resource.attributes
-    process_id = resource.get("process.pid")
-    return Span(
-        name=span.name,
-        trace_id=f"{span.root.trace_id:032x}",
-        span_id=f"{span.span_id:016x}",
-        parent_id=f"{span.parent_id:016x}",
-        is_server=span.kind is SpanKind.SERVER,
-        start_ns=span.start_ns,
-        end_ns=span.end_ns,
-        attributes={name: value for name, value in known if value is not None},
-        links=tuple(f"{root.span_id:016x}" for root in span.links),
-        process_id=process_id if isinstance(process_id, int) else 0,
-        is_error=span.status.status_code is StatusCode.ERROR,
-        host=str(resource.get("host.name", "")),
-    )
-
-
 def _under_way(root: Root, begin: RequestBegin, child: Span) -> Span:
     """Return a request, or one of its answers, whose end is not known yet."""
-    return Span(
-        name=begin.name,
-        trace_id=child.trace_id,
-        span_id=f"{root.span_id:016x}",
-        parent_id=f"{begin.parent_id:016x}",
-        is_server=root.group is None,
-        start_ns=begin.start_ns,
-        end_ns=1 << 63,
-        attributes={schema.REQUEST_ID: begin.request_id, **begin.attributes},
-        links=(),
-        host=child.host,
-    )
+    attributes = {schema.REQUEST_ID: begin.request_id, **begin.attributes}
+    span = replace(child, name=begin.name, is_server=root.group is None, attributes=attributes, links=())
+    span = replace(span, span_id=f"{root.span_id:016x}", parent_id=f"{begin.parent_id:016x}")
+    return replace(span, start_ns=begin.start_ns, end_ns=1 << 63)
 
 
 def _attributes_of(found: Explanation, ids: dict[str, str]) -> dict[str, float | list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,11 @@ class Span:
         return self.host, self.process_id
 
     @property
+    def pass_of(self) -> tuple[str, tuple[str, int]]:
+        """The stage of a pipeline that its process runs, "" if unknown, and its place."""
+        return stage_of(self.attributes.get(schema.RANK)), self.place
+
+    @property
     def seconds(self) -> float:
         return (self.end_ns - self.start_ns) / 1e9
 
@@ -61,23 +67,39 @@ class Span:
         return float(value)
 
 
+def stage_of(rank: object) -> str:
+    """Return the stage of a pipeline, such as pp1, that a rank is in; "" if unknown."""
+    return "".join(re.findall(r"\bpp\d+", str(rank)))
+
+
+def whole_of(passes: Mapping[tuple[str, Any], float]) -> float:
+    """Return the time of a step's passes, by stage and process.
+
+    A pipeline's stages add up; of a stage's processes, which work at once, the slowest counts.
+    """
+    slowest: dict[str, float] = {}
+    for (stage, _), time in passes.items():
+        slowest[stage] = max(slowest.get(stage, 0), time)
+    return sum(slowest.values())
+
+
 def read_spans(path: Path) -> list[Span]:
-    """Read every span of the file, by start time. Raises ConfigError if the file is not OTLP-JSON lines.
+    """Read each span of the file once, by start time. Raises ConfigError if the file is not OTLP-JSON lines.
 
     An incomplete last line is left out: the file's writer is at work, or was killed.
     """
-    spans: list[Span] = []
+    spans: dict[tuple[str, str], Span] = {}  # a collector that is started again repeats the latest
     with path.open("rb") as lines:
         for number, line in enumerate(iter(partial(lines.readline, _LONGEST), b""), 1):
             if not line.strip():
                 continue
             try:
-                spans.extend(_spans_of(json.loads(line)))
+                spans.update(((span.trace_id, span.span_id), span) for span in _spans_of(json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 if spans and not line.endswith(b"\n"):
                     break
                 raise ConfigError(f"{path}:{number} is not a line of OTLP-JSON: {error!r}") from error
-    return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
+    return sorted(spans.values(), key=lambda span: (span.start_ns, -span.end_ns))
 
 
 def span_of(readable: ReadableSpan) -> Span:

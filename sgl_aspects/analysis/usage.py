@@ -46,16 +46,19 @@ def usage_of(
     """
     causes = Causes(spans)
     device = causes.device_seconds()
+    decoded = {request.trace_id for request in causes.requests if request.role == "decode"}
     found: dict[str, Usage] = {}
     for request in causes.requests:
         name, numbers = str(request.attributes.get(attribute) or ""), numbers_of(request)
         usage = found.setdefault(name, Usage(name))
+        usage.device_seconds += device.get(request.span_id, 0.0)
+        if request.role == "prefill" and request.trace_id in decoded:
+            continue  # its decode server has the whole
         usage.requests += 1
         is_left = request.attributes.get(schema.ERROR_TYPE) in schema.LEFT_ERRORS
         usage.failed += request.is_error and not is_left
         usage.input_tokens += numbers.prompt_tokens
         usage.output_tokens += numbers.output_tokens
-        usage.device_seconds += device.get(request.span_id, 0.0)
         first, gap = numbers.time_to_first_token, numbers.time_per_output_token or 0.0
         is_part = not request.attributes.keys().isdisjoint((schema.ATTACHED_FLAG, schema.DETACHED_FLAG))
         if is_part or 400 <= request.number(schema.STATUS_CODE) < 500:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import sys
 import threading
 import time
@@ -117,19 +116,22 @@ def _detach_run(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _detach() -> dict[str, Any]:
-    """Remove every hook, check that the originals are back, and leave the run."""
+    """Remove every hook, say which originals could not be put back, and leave the run."""
     global _attachment
     attachment, _attachment = _attachment, None
     if attachment is None:
         return {"restored": 0, "not_restored": []}
-    before = _hooked()
+    before = aspects.report()
     weaver.remove(attachment.hooks)
     attachment.session.detach()
-    kept = {place for hook in aspects.report().hooks for place in hook.places}  # the process's own hooks
-    hooked = {place: known for place, known in before.items() if place not in kept}
-    lost = [place for place, known in hooked.items() if id(_callable_at(place)) == known]
+    hooked = _places(before) - _places(aspects.report())  # the process's own hooks stay
+    lost = hooked.intersection(before.displaced)
     attachment.session.close()
     return {"restored": len(hooked) - len(lost), "not_restored": sorted(lost)}
+
+
+def _places(report: aspects.Report) -> set[str]:
+    return {place for hook in report.hooks for place in hook.places}
 
 
 def _end_without_collector(run_folder: str) -> None:
@@ -163,24 +165,3 @@ def _beside_the_engine() -> Iterator[None]:
         if was_enabled:
             gc.enable()
         sys.setswitchinterval(interval)
-
-
-# -- checking that the hooks are gone -----------------------------------------------------------------------
-
-
-def _hooked() -> dict[str, int]:
-    """Return the id of what stands at each woven target: weaving counts references."""
-    places = {place for hook in aspects.report().hooks for place in hook.places}
-    return {place: id(_callable_at(place)) for place in places}
-
-
-def _callable_at(place: str) -> Any:
-    """Return the function at ``pkg.mod:Class.method`` now, unwrapped from its descriptor."""
-    module, _, path = place.partition(":")
-    found: Any = sys.modules.get(module)
-    for name in path.split("."):
-        found = inspect.getattr_static(found, name, None)
-    for inner in ("__func__", "fget", "func"):
-        if not hasattr(found, "__code__") and hasattr(type(found), inner):
-            return getattr(found, inner)
-    return found

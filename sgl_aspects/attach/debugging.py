@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sgl_aspects.attach import ptrace
@@ -169,7 +170,7 @@ def _answer(request: bytes, check: Check) -> dict[str, Any]:
         raise ValueError("not a request") from error
 
 
-def _check(owner: Owner, known: dict[int, int], process_id: int, folder: int) -> None:
+def _check(owner: Owner, known: dict[int, int], process_id: int, folder: Path) -> None:
     """Accept processes of one user alone, of which ``known`` has the ids and start times."""
     if known.get(process_id) != started(folder):
         raise AttachError(f"process {process_id} is not one of those that the command was started for")

@@ -43,8 +43,8 @@ def mapped_files(process_id: int) -> dict[str, list[Mapping]]:
 class Image:
     """One ELF file of a process, and where it is mapped."""
 
-    def __init__(self, process_id: int, path: str, mappings: Iterable[Mapping]) -> None:
-        with open(_reachable(process_id, path), "rb") as file:
+    def __init__(self, path: str, mappings: Iterable[Mapping]) -> None:
+        with open(path, "rb") as file:
             self._data = file.read()
         if self._data[:5] != b"\x7fELF\x02":
             raise ValueError(f"{path} is not a 64-bit ELF file")
@@ -93,7 +93,7 @@ def python_image(process_id: int) -> Image | None:
     candidates = [path for path in by_path if path == executable or _PYTHON.search(path)]
     for path in sorted(candidates, key=lambda path: "libpython" not in path):
         try:
-            image = Image(process_id, path, by_path[path])
+            image = Image(path, by_path[path])
         except (OSError, ValueError):
             continue
         if image.addresses(["Py_AddPendingCall"]):
@@ -107,7 +107,7 @@ def unused_code(process_id: int, size: int) -> Iterator[tuple[int, int]]:
         if not any(mapping.permissions == "r-xp" for mapping in mappings):
             continue
         try:
-            places = list(Image(process_id, path, mappings).unused())
+            places = list(Image(path, mappings).unused())
         except (OSError, ValueError):
             continue
         for start, room in places:
@@ -117,8 +117,3 @@ def unused_code(process_id: int, size: int) -> Iterator[tuple[int, int]]:
             )
             if room >= size and is_mapped:
                 yield start, room
-
-
-def _reachable(process_id: int, path: str) -> str:
-    """Return a path to the file as the process sees it, maybe in another mount namespace."""
-    return f"/proc/{process_id}/root{path}"

@@ -36,7 +36,7 @@ _START_SECONDS = 10.0
 
 # Name spaces are its own: nothing is imported, nothing is put into any module, and no function of the
 # program's that is named like a built-in one is called.
-_LINE = "__import__('builtins').exec({start!r}, {{'__name__': 'sgl_aspects_attach', 'path': {path!r}}})\n"
+_LINE = "__import__('builtins').exec({start!r}, {{'__name__': 'sgl_aspects_attach', **{paths!r}}})\n"
 # An exception that left it would end the process with a SystemError, as from a pending call that fails. A
 # Ctrl-C that comes here is the program's.
 _START = """
@@ -46,8 +46,8 @@ except KeyboardInterrupt:
     __import__('_thread').interrupt_main()
 except BaseException as error:
     try:
-        with open(path + {failed!r}, 'w') as file:
-            file.write(str(error))
+        with open(failed, 'w') as file:
+            file.write(type(error).__name__ + ': ' + str(error))
     except BaseException:
         pass
 """
@@ -58,7 +58,11 @@ try:
         source = file.read()
 except OSError:
     source = ''
-exec(compile(source, path, 'exec'))
+try:
+    exec(compile(source, path, 'exec'))
+except BaseException as error:
+    with open(failed, 'w') as file:
+        file.write(type(error).__name__ + ': ' + str(error))
 """
 
 
@@ -72,7 +76,8 @@ def run_file(
     ``remote_exec``: the interpreter of the process, if that has ``sys.remote_exec``. Raises ``AttachError``
     if it has not started in time.
     """
-    line = _LINE.format(start=_START.format(thread=_THREAD, failed=prepared.FAILED), path=str(path))
+    paths = {"path": str(path), "failed": f"{path}{prepared.FAILED}"}
+    line = _LINE.format(start=_START.format(thread=_THREAD), paths=paths)
     if remote_exec is not None:
         _remote_exec(remote_exec, process_id, path, line)
         can_read_wait = platform.machine() == "x86_64"

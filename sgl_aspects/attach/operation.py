@@ -43,7 +43,7 @@ from sgl_aspects.run.folder import (
     remove_run_folder,
     runs,
 )
-from sgl_aspects.run.requests import Request, prepared_process
+from sgl_aspects.run.requests import DONE, Request, prepared_process
 
 FOLDER = "attach"
 _PROCESSES = "processes.json"
@@ -73,7 +73,6 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._own = folder / FOLDER
-        self._interpreters: dict[str, package.Interpreter] = {}
         self._guard: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -101,10 +100,7 @@ class Run:
     def prepare(self, processes: Sequence[Process]) -> None:
         """Copy the modules that the processes need."""
         for process in processes:
-            executable = package.interpreter_of(process)
-            if executable not in self._interpreters:
-                place = self._own / "package" / str(len(self._interpreters))
-                self._interpreters[executable] = package.bring(executable, place)
+            package.bring(package.interpreter_of(process), self._own / "package")
 
     def attach(self, processes: Sequence[Process], environment: Mapping[str, str]) -> Iterator[Answer]:
         """Weave in all of them at once. Each answer names what was woven, or why nothing was.
@@ -171,7 +167,7 @@ class Run:
         deadline = time.monotonic() + _ANSWER_SECONDS
         for taken in list(self._own.glob("*.taken")):
             process = read_process(int(taken.name.split("-")[0]))
-            while process is not None and not taken.with_suffix(".answer").exists():
+            while process is not None and not any(taken.with_suffix(end).exists() for end in DONE):
                 if time.monotonic() > deadline or read_process(process.id) is None:
                     break
                 time.sleep(0.02)
@@ -217,7 +213,8 @@ class Run:
         self, process: Process, operation: str, environment: Mapping[str, str]
     ) -> tuple[Request, float]:
         """Start a thread that does it; return the request, and for how long the main thread was stopped."""
-        interpreter = self._interpreter(process)
+        # In a run that another command began, the process has that command's modules.
+        interpreter = package.known(package.interpreter_of(process), self._own / "package")
         prepared = prepared_process(process.id, os.geteuid())
         check(
             process.id,
@@ -240,13 +237,6 @@ class Run:
         """Wait for the answer."""
         values = request.answer(lambda: read_process(process.id) is not None, _ANSWER_SECONDS)
         return Answer(process, values, stood)
-
-    def _interpreter(self, process: Process) -> package.Interpreter:
-        executable = package.interpreter_of(process)
-        if executable not in self._interpreters:
-            # In a run that another command began, the process has that command's modules.
-            self._interpreters[executable] = package.known(executable, self._own / "package")
-        return self._interpreters[executable]
 
 
 def run_of(process_id: int) -> Path | None:

@@ -8,14 +8,15 @@ is loaded.
 from __future__ import annotations
 
 import errno
+import hashlib
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import sgl_aspects
 from sgl_aspects.attach.process_tree import Process, read_process
@@ -26,7 +27,7 @@ from sgl_aspects.errors import AttachError
 BYTES = 12 << 20
 _LEFT_OUT = ("platforms", "runtime", "cli", "conformance", "view", "__pycache__", "*.so", "*.c", "*.h")
 _MODULES = ("sgl_aspects.attach.agent",)
-_INTERPRETER = "interpreter.json"
+_VERSION = "version.json"
 _COMPILE_SECONDS = 60
 _FULL = 64 << 10  # bytes that are free on a full disk
 
@@ -40,21 +41,16 @@ compileall.compile_dir(folder, quiet=2, invalidation_mode=mode)
 sys.path.insert(0, folder)
 for name in names:
     __import__(name)
-print(json.dumps({"version": list(sys.version_info[:3])}))
+print(json.dumps(sys.version_info[:3]))
 """
 
 
-@dataclass(frozen=True)
-class Interpreter:
+class Interpreter(NamedTuple):
     """An interpreter, and the folder with the modules for its processes."""
 
     executable: str
-    version: tuple[int, int, int]
     folder: Path
-
-    @property
-    def has_remote_exec(self) -> bool:
-        return self.version >= (3, 14)
+    has_remote_exec: bool
 
 
 def interpreter_of(process: Process) -> str:
@@ -83,8 +79,15 @@ def interpreter_of(process: Process) -> str:
     return executable
 
 
-def bring(executable: str, folder: Path) -> Interpreter:
-    """Copy and compile the modules for a process of ``executable`` into ``folder``, which is created."""
+def _folder_of(executable: str, parent: Path) -> Path:
+    return parent / hashlib.sha256(os.fsencode(executable)).hexdigest()[:16]
+
+
+def bring(executable: str, parent: Path) -> None:
+    """Copy and compile the modules for processes of ``executable`` into a folder below ``parent``, once."""
+    folder = _folder_of(executable, parent)
+    if folder.exists():
+        return
     folder.mkdir(parents=True)
     left_out = shutil.ignore_patterns(*_LEFT_OUT)
     try:
@@ -120,10 +123,9 @@ def bring(executable: str, folder: Path) -> Interpreter:
             "Python 3.10 or newer is needed"
         )
     try:
-        (folder / _INTERPRETER).write_text(json.dumps({**json.loads(done.stdout), "executable": executable}))
+        (folder / _VERSION).write_text(done.stdout)
     except OSError as error:
         raise _no_room(folder, str(error)) from error
-    return _read(folder)
 
 
 def _no_room(folder: Path, reason: str) -> AttachError:
@@ -134,18 +136,13 @@ def _no_room(folder: Path, reason: str) -> AttachError:
 
 
 def known(executable: str, parent: Path) -> Interpreter:
-    """Return the modules that an earlier command copied for ``executable`` into a folder below ``parent``."""
-    for info in sorted(parent.glob("*/" + _INTERPRETER)):
-        found = _read(info.parent)
-        if found.executable == executable:
-            return found
-    raise AttachError(f"{parent} holds nothing for the interpreter {executable}")
-
-
-def _read(folder: Path) -> Interpreter:
-    info = json.loads((folder / _INTERPRETER).read_text())
-    major, minor, patch = info["version"]
-    return Interpreter(info["executable"], (major, minor, patch), folder)
+    """Return the modules that :func:`bring`, maybe of another command, copied for ``executable``."""
+    folder = _folder_of(executable, parent)
+    try:
+        version = json.loads((folder / _VERSION).read_text())
+    except FileNotFoundError as error:
+        raise AttachError(f"{parent} holds nothing for the interpreter {executable}") from error
+    return Interpreter(executable, folder, version >= [3, 14])
 
 
 def _others() -> Iterator[tuple[str, Path]]:

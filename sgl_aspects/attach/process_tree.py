@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sgl_aspects.engines import find_engines
 from sgl_aspects.errors import AttachError
+from sgl_aspects.run.processes import stat_of
 from sgl_aspects.terminal import printable
 
 # They run no engine code: multiprocessing's own, torch's compilers, and sgl-aspects' processes.
@@ -65,12 +66,10 @@ class Process:
 def read_process(process_id: int) -> Process | None:
     """Return None if there is no such process, or it is a zombie."""
     try:
-        status = Path(f"/proc/{process_id}/stat").read_text(errors="replace")  # a name may be any bytes
+        fields = stat_of(f"/proc/{process_id}")
         words = Path(f"/proc/{process_id}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name in parentheses may contain parentheses.
-    fields = status[status.rindex(")") + 2 :].split()
     if fields[0] in "ZX":
         return None
     texts = words.decode("utf-8", "replace").split("\0")
@@ -92,21 +91,18 @@ def engine_of(process: Process) -> str | None:
 
 def _programs(words: Sequence[str]) -> list[str]:
     """Return the first word, an interpreter or a title, and the module or script, if any."""
-    module_or_script: list[str] = []
+    names = [os.path.basename(word) for word in words[:1]]
     rest = iter(words[1:])
     for word in rest:
         if word == "-m":
-            module_or_script = [next(rest, "")]
-        elif word == "-c":
+            return [*names, next(rest, "")]
+        if word == "-c":
             break
-        elif word.startswith("-"):
-            if word in _WITH_VALUE:
-                next(rest, None)
-            continue
-        else:
-            module_or_script = [os.path.basename(word)]
-        break
-    return [os.path.basename(words[0]) if words else "", *module_or_script]
+        if not word.startswith("-"):
+            return [*names, os.path.basename(word)]
+        if word in _WITH_VALUE:
+            next(rest, None)
+    return names
 
 
 def engine_tree(process_id: int, *, is_wanted: bool = False) -> list[Process]:

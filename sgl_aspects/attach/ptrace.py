@@ -49,8 +49,8 @@ _libc.ptrace.restype = ctypes.c_long
 
 #: A call in the other process: the function's address, and its arguments (at most two).
 Call = tuple[int, ...]
-#: Raises ``AttachError`` for a process that must be left alone: its id, and its folder below ``/proc``, open.
-Check = Callable[[int, int], None]
+#: Raises ``AttachError`` for a process that must be left alone: its id, and its folder below ``/proc``.
+Check = Callable[[int, Path], None]
 #: A placeholder for an argument: the result of the first call.
 FIRST_RESULT = -1
 
@@ -141,7 +141,7 @@ def _wait_for_stop(process_id: int) -> int:
         time.sleep(0.0001)
 
 
-def accept(process_id: int, folder: int) -> None:
+def accept(process_id: int, folder: Path) -> None:
     """Accept any process that the kernel lets this user debug."""
 
 
@@ -152,11 +152,9 @@ def _memory(process_id: int, mode: str, check: Check) -> Iterator[io.FileIO]:
     In this order: a program that is started with more rights before the opening is seen by the check, and one
     that is started later has other memory than what was opened.
     """
-    with process_folder(process_id) as folder:
-        flags = os.O_CLOEXEC | (os.O_RDWR if "+" in mode else os.O_RDONLY)
-        with io.FileIO(os.open("mem", flags, dir_fd=folder), mode) as memory:
-            check(process_id, folder)
-            yield memory
+    with process_folder(process_id) as folder, io.FileIO(folder / "mem", mode) as memory:
+        check(process_id, folder)
+        yield memory
 
 
 def call_in_main_thread(

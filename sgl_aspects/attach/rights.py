@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_aspects.errors import AttachError
+from sgl_aspects.run.processes import stat_of
 
 _PTRACE = 19  # CAP_SYS_PTRACE
 _CAPABILITIES = ("CapPrm", "CapEff", "CapAmb")
@@ -21,31 +22,25 @@ _DORMANT = "or start it prepared: sgl-aspects run --dormant -- COMMAND"
 
 
 @contextlib.contextmanager
-def process_folder(process_id: int) -> Iterator[int]:
-    """Open ``/proc/PID``: nothing is found through the descriptor once the process has ended, even if another
-    one has its id.
+def process_folder(process_id: int) -> Iterator[Path]:
+    """Open ``/proc/PID``, and give a path to it: nothing is found there once the process has ended, even if
+    another one has its id.
     """
     descriptor = os.open(f"/proc/{process_id}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield descriptor
+        yield Path(f"/proc/self/fd/{descriptor}")
     finally:
         os.close(descriptor)
 
 
-def started(folder: int) -> int:
-    """Return the start time of the process with this folder below ``/proc``, in clock ticks."""
-    with open(_opened_at(folder, "stat"), errors="replace") as file:
-        text = file.read()
-    return int(text[text.rindex(")") + 2 :].split()[19])
+def started(folder: Path) -> int:
+    """Return the start time of the process with this folder, in clock ticks."""
+    return int(stat_of(folder)[19])
 
 
-def _opened_at(folder: int, name: str) -> int:
-    return os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
-
-
-def _status(folder: int, name: str = "status") -> dict[str, str]:
-    with open(_opened_at(folder, name), encoding="utf-8", errors="replace") as file:
-        return {key: value.strip() for key, _, value in (line.partition(":") for line in file)}
+def _status(folder: Path) -> dict[str, str]:
+    lines = (folder / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
 # -- what root may do for the user of a process ------------------------------------------------------------
@@ -72,10 +67,10 @@ class Owner:
             owner.require(process_id, folder)
         return owner
 
-    def require(self, process_id: int, folder: int) -> None:
+    def require(self, process_id: int, folder: Path) -> None:
         """Raise ``AttachError`` unless the process is this user's and has no more rights than the user has.
 
-        ``folder``: its folder below ``/proc``, open.
+        ``folder``: of :func:`process_folder`.
         """
         where = f"process {process_id}"
         for status in _of_each_thread(folder):
@@ -92,7 +87,7 @@ class Owner:
                     f"{where} has capabilities that user {self.user}'s other processes lack, and attaching "
                     "would give them to each of those: start it without them"
                 )
-        if os.stat("mem", dir_fd=folder).st_uid != self.user:
+        if (folder / "mem").stat().st_uid != self.user:
             raise AttachError(
                 f"{where} does not let user {self.user} debug it (it is not dumpable, as after a change of "
                 "its user): start it as that user, with systemd's User= or setpriv"
@@ -101,20 +96,15 @@ class Owner:
             raise AttachError(f"{where} runs in another user namespace: run the command inside it")
 
 
-def _of_each_thread(folder: int) -> Iterator[dict[str, str]]:
+def _of_each_thread(folder: Path) -> Iterator[dict[str, str]]:
     yield _status(folder)
-    threads = _opened_at(folder, "task")
-    try:
-        names = os.listdir(threads)
-    finally:
-        os.close(threads)
-    for name in names:
+    for thread in (folder / "task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-            yield _status(folder, f"task/{name}/status")
+            yield _status(thread)
 
 
-def _is_same_namespace(folder: int, kind: str) -> bool:
-    return os.path.samestat(os.stat(f"ns/{kind}", dir_fd=folder), os.stat(f"/proc/self/ns/{kind}"))
+def _is_same_namespace(folder: Path, kind: str) -> bool:
+    return os.path.samefile(folder / "ns" / kind, f"/proc/self/ns/{kind}")
 
 
 # -- what the kernel allows --------------------------------------------------------------------------------
@@ -224,8 +214,7 @@ def may_trace() -> str | None:
 
 
 def has_trace_capability() -> bool:
-    with process_folder(os.getpid()) as folder:
-        return bool(int(_status(folder)["CapEff"], 16) >> _PTRACE & 1)
+    return bool(int(_status(Path("/proc/self"))["CapEff"], 16) >> _PTRACE & 1)
 
 
 def _ptrace_scope() -> int:

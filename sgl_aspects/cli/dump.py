@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from pathlib import Path
 
 from sgl_aspects.cli.arguments import number, write_text
@@ -35,8 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     for ring in found:
         ring.close()
     if arguments.output is None:
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), end="")
+        print(text, end="")
     else:
         write_text(arguments.output, text)
     return 0

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from sgl_aspects.engines import Engine, find_engines
 from sgl_aspects.engines.source import FoundRole, Source
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.terminal import aligned
 
 
 def show(paths: Sequence[str], *, as_json: bool) -> int:
@@ -53,11 +54,8 @@ def _count(columns: Sequence[Sequence[FoundRole]]) -> int:
 
 
 def _print_table(engine: Engine, versions: list[str], columns: list[list[FoundRole]]) -> None:
-    width = max(len(role) for role in engine.every_role)
-    print(f"{engine.name:<{width}}  " + "  ".join(f"{version:>8}" for version in versions))
-    for row in zip(*columns):
-        cells = [_cell(found) for found in row]
-        print(f"{row[0].role:<{width}}  " + "  ".join(f"{cell:>8}" for cell in cells))
+    rows = [[row[0].role, *map(_cell, row)] for row in zip(*columns)]
+    print(aligned([[engine.name, *versions], *rows]))
     for version, column in zip(versions, columns):
         for found in column:
             if found.target is None:

@@ -106,8 +106,7 @@ def take(steps: int, folder: str | None, process_id: int | None) -> int:
         asked.close()
     for process, answer in sorted(answers.items()):
         print(printable(f"process {process}: {_head(answer)}"))
-        parts = _parts(answer)
-        for name, seconds, share in parts + _layers(answer, parts):
+        for name, seconds, share in _parts(answer):
             print(printable(f"  {share:6.1%}  {duration(seconds):>8}  {name}"))
     if all(answer["problem"] for answer in answers.values()):
         return 1
@@ -163,17 +162,9 @@ def _head(answer: Mapping[str, Any]) -> str:
 
 
 def _parts(answer: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """Return what the device's time was spent on: name, seconds and share."""
+    """Return what the device's time was spent on: name, seconds and share; the layers are the same again."""
     idle = {f"idle, {reason}": seconds for reason, seconds in answer.get("idle", {}).items() if seconds}
     parts = {**answer.get("operators", {}), **idle}
     total = sum(parts.values()) or 1.0
-    return [(name, seconds, seconds / total) for name, seconds in parts.items()]
-
-
-def _layers(
-    answer: Mapping[str, Any], parts: Sequence[tuple[str, float, float]]
-) -> list[tuple[str, float, float]]:
-    """Return the time of kernels by layer, where layers are known, as a share of the same whole."""
-    total = sum(seconds for _, seconds, _ in parts) or 1.0
-    layers = answer.get("layers", {})
-    return [(f"in {name}", seconds, seconds / total) for name, seconds in layers.items()]
+    layers = {f"in {name}": seconds for name, seconds in answer.get("layers", {}).items()}
+    return [(name, seconds, seconds / total) for name, seconds in (parts | layers).items()]

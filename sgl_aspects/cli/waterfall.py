@@ -77,15 +77,13 @@ def print_waterfall(console: Console, request: Span, spans: Sequence[Span]) -> N
         note_width = 0
         bar_width = max(console.width - label_width - 14, _NARROWEST_BAR)
     console.print(Text(f"{request.name}   trace {request.trace_id}", style="bold"), no_wrap=True)
-    console.print(_grid(own, request, label_width, bar_width, note_width, console.options.ascii_only))
+    console.print(_grid(own, request, label_width, bar_width, note_width))
     if linked:
         console.print(Text("scheduler steps that are linked to it", style="bold"))
-        console.print(_grid(linked, request, label_width, bar_width, note_width, console.options.ascii_only))
+        console.print(_grid(linked, request, label_width, bar_width, note_width))
 
 
-def _grid(
-    rows: Sequence[Row], request: Span, label_width: int, bar_width: int, note_width: int, ascii_only: bool
-) -> Table:
+def _grid(rows: Sequence[Row], request: Span, label_width: int, bar_width: int, note_width: int) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, width=label_width)
     table.add_column(no_wrap=True, width=bar_width)
@@ -95,9 +93,7 @@ def _grid(
     for row in rows:
         style = _STYLES.get(row.kind, "")
         seconds = (row.end_ns - row.start_ns) / 1e9 if row.seconds is None else row.seconds
-        bar = _bar(
-            row.start_ns - request.start_ns, row.end_ns - request.start_ns, request, bar_width, ascii_only
-        )
+        bar = _bar(row.start_ns - request.start_ns, row.end_ns - request.start_ns, request, bar_width)
         cells = [Text(row.label, style=style), Text(bar, style=style), Text(duration(seconds))]
         table.add_row(*cells, Text(row.note)) if note_width else table.add_row(*cells)
     return table
@@ -122,7 +118,7 @@ def _branch(index: int, count: int) -> str:
     return "└─ " if index == count - 1 else "├─ "
 
 
-def _bar(start_ns: int, end_ns: int, request: Span, width: int, ascii_only: bool) -> str:
+def _bar(start_ns: int, end_ns: int, request: Span, width: int) -> str:
     """Draw blanks up to the start, then the bar, in half cells; a shorter one is a thin line.
 
     Parts outside the request are cut off.
@@ -135,9 +131,7 @@ def _bar(start_ns: int, end_ns: int, request: Span, width: int, ascii_only: bool
         if end > start
         else [" "] * (start // 2) + ["▏"]
     )
-    bar = "".join(cells)
-    return bar.translate(_ASCII) if ascii_only else bar
+    return "".join(cells)
 
 
 _CELLS = {(False, False): " ", (True, True): "█", (True, False): "▌", (False, True): "▐"}
-_ASCII = str.maketrans({"█": "#", "▌": "#", "▐": "#", "▏": "|"})

@@ -300,6 +300,7 @@ class TracedRequest(Protocol):
 
     phase: str
     after_prefill: str
+    fed: int  # tokens of its prompt
     values: tuple[Any, ...]
 
 

@@ -53,7 +53,7 @@ def _held_if_dead(folder: Path) -> int | None:
     try:
         settings = collector_settings(str(folder))
         age = time.time() - folder.stat().st_mtime
-    except (OSError, ValueError):
+    except OSError:
         return None
     is_kept = settings.get("SGL_ASPECTS_TRACE_KEEP", "0") == "1"
     is_dead = bool(settings) and age > _LEAST_SECONDS and not is_kept

@@ -112,15 +112,15 @@ def keep_collector_settings(folder: str, environment: Mapping[str, str]) -> None
 def collector_settings(folder: str) -> dict[str, str | None]:
     """Return the saved variables, with None for a value that may be a secret; none once it ended in order.
 
-    Only what this user saved: another user's settings would be followed with this one's rights.
+    Only what this user saved: another user's settings would be followed with this one's rights. None either
+    where the file is damaged.
     """
     try:
         with open(Path(folder, _SETTINGS), "rb", opener=unfollowed) as file:
-            is_own = os.fstat(file.fileno()).st_uid == os.geteuid()
-            found: dict[str, str | None] = json.load(file) if is_own else {}
-    except FileNotFoundError:
+            found = json.load(file) if os.fstat(file.fileno()).st_uid == os.geteuid() else {}
+        return {name: value if value is None else str(value) for name, value in found.items()}
+    except (FileNotFoundError, ValueError, AttributeError):
         return {}
-    return found
 
 
 def forget_collector_settings(folder: str) -> None:
@@ -164,13 +164,12 @@ class CollectorProcess:
             raise
         finally:
             os.close(report_writer)  # otherwise the pipe would not end with the collector
-        digits = b""
-        while not digits.endswith(b"\n"):
-            if not (digit := os.read(report, 1)):
-                self._report.close()
-                raise ConfigError("the trace collector cannot be started: no process may be forked any more")
-            digits += digit
-        self._process_id = int(digits)
+        with open(report, "rb", buffering=0, closefd=False) as line:
+            first = line.readline()
+        if not first:
+            self._report.close()
+            raise ConfigError("the trace collector cannot be started: no process may be forked any more")
+        self._process_id = int(first)
 
     @property
     def process_id(self) -> int:

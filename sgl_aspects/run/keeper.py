@@ -33,7 +33,6 @@ def main(report: int, mark: str, command: list[str]) -> None:
             _tell(f"{killed} again; to start it by hand: {sys.executable} -m {' '.join(command[-3:-1])}")
             return
         os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
-        _rank_as_at_first()
         process_id = _start(command)
         _tell(f"{killed}: process {process_id} goes on with what is still in the rings")
 
@@ -41,17 +40,9 @@ def main(report: int, mark: str, command: list[str]) -> None:
 def _start(command: list[str]) -> int:
     process_id = os.fork()
     if not process_id:
+        os.setsid()  # Linux ranks sessions, and the collector lowers its own
         os.execv(command[0], command)
     return process_id
-
-
-def _rank_as_at_first() -> None:
-    """Restore the priority of this session, which the collector lowered: the next one would start slowly."""
-    try:
-        with open("/proc/self/autogroup", "w", encoding="ascii") as session:
-            session.write("0")
-    except OSError:
-        return  # a system without ranks of sessions
 
 
 def _tell(text: str) -> None:

@@ -91,8 +91,7 @@ def _on_signal(number: int, frame: object) -> None:
             try:
                 _thread.start_new_thread(_run, (path,))
             except RuntimeError as error:  # it would end the process, which may start no more threads
-                with contextlib.suppress(OSError), open(path + FAILED, "w", encoding="utf-8") as file:
-                    file.write(str(error))
+                _fail(path, error)
 
 
 def _open_blocks() -> "list[int]":
@@ -111,7 +110,15 @@ def _run(path: str) -> None:
             source = file.read()
     except OSError:
         return  # the command has ended meanwhile
-    exec(compile(source, path, "exec"), {"__name__": "sgl_aspects_request"})
+    try:
+        exec(compile(source, path, "exec"), {"__name__": "sgl_aspects_request"})
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the process must not see it
+        _fail(path, error)
+
+
+def _fail(path: str, error: BaseException) -> None:
+    with contextlib.suppress(OSError), open(path + FAILED, "w", encoding="utf-8") as file:
+        file.write(f"{type(error).__name__}: {error}")
 
 
 def _in_child() -> None:

@@ -18,16 +18,18 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from sgl_aspects import env
 from sgl_aspects.errors import AttachError, ConfigError
 from sgl_aspects.files import read_small, write_private
 from sgl_aspects.run import prepared
+from sgl_aspects.run.processes import stat_of
 from sgl_aspects.run.requests import Prepared, ask, prepared_processes
-from sgl_aspects.weaving import HookReport, HookSource, HookType, Report, Stale, State
+from sgl_aspects.weaving import Report
 from sgl_aspects.weaving import report as current_report
 
 logger = logging.getLogger("sgl_aspects")
@@ -36,7 +38,6 @@ VARIABLE = "SGL_ASPECTS_REPORT"
 SUFFIX = ".hooks.json"
 _ANSWER_SECONDS = 20.0
 _LONGEST = 64 << 20  # bytes of a report, in a folder of any user
-_Record = TypeVar("_Record")
 _writer: _Writer | None = None
 #: The plugins that failed in this process, each with its error.
 failed_plugins: dict[str, str] = {}
@@ -54,7 +55,7 @@ class ProcessReport:
     command: str
     ended: bool
     report: Report
-    failed_plugins: Mapping[str, str]
+    failed_plugins: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of the report's file."""
@@ -152,9 +153,10 @@ def read_all(folder: str | Path) -> Iterator[ProcessReport]:
             logger.warning("process %d: its latest report is shown: %s", one.process_id, answer["error"])
     for file in sorted(Path(folder).glob(f"*{SUFFIX}")):
         try:
-            yield _checked(_decoded(json.loads(read_small(file, _LONGEST))))
+            found: ProcessReport = _decoded(ProcessReport, json.loads(read_small(file, _LONGEST)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{file} is not a report of this version: {error!r}; delete it") from error
+        yield found
 
 
 def _lineage(process_id: int) -> Iterator[int]:
@@ -162,44 +164,26 @@ def _lineage(process_id: int) -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError):
         while process_id:
             yield process_id
-            status = Path(f"/proc/{process_id}/stat").read_bytes()
-            process_id = int(status.rpartition(b")")[2].split()[1])
+            process_id = int(stat_of(f"/proc/{process_id}")[1])
 
 
-def _decoded(values: dict[str, Any]) -> ProcessReport:
-    report = values["report"]
-    hooks = tuple(_checked(_decoded_hook(hook)) for hook in report["hooks"])
-    stale = tuple(_checked(Stale(**entry)) for entry in report["stale"])
-    return ProcessReport(
-        values["process_id"],
-        values["command"],
-        values["ended"],
-        _checked(Report(hooks, stale, tuple(report["displaced"]))),
-        dict(values.get("failed_plugins", {})),
-    )
+def _decoded(kind: Any, value: Any) -> Any:
+    """Return the JSON ``value`` as the ``kind`` that it was before.
 
-
-def _checked(record: _Record) -> _Record:
-    """:raises TypeError: a value is not of its field's type."""
-    for name, kind in get_type_hints(type(record)).items():
-        value = getattr(record, name)
-        if get_origin(kind) is tuple:
-            is_right = all(isinstance(one, get_args(kind)[0]) for one in value)
-        else:
-            is_right = isinstance(value, Mapping if get_origin(kind) is Mapping else kind)
-        if not is_right:
-            raise TypeError(f"{name} is {value!r}")
-    return record
-
-
-def _decoded_hook(values: dict[str, Any]) -> HookReport:
-    source = values["source"]
-    return HookReport(
-        **{
-            **values,
-            "hook_type": HookType[values["hook_type"].rpartition(".")[2]],
-            "state": State(values["state"].rpartition(".")[2].lower()),
-            "source": _checked(HookSource(*source)) if source else None,
-            "places": tuple(values["places"]),
-        }
-    )
+    :raises TypeError: it is none; other exceptions likewise.
+    """
+    outer, inner = get_origin(kind), get_args(kind)
+    if outer is tuple:
+        return tuple(_decoded(inner[0], one) for one in value)
+    if outer is Mapping:
+        return {str(name): _decoded(inner[1], one) for name, one in value.items()}
+    if type(None) in inner:
+        return None if value is None else _decoded(inner[0], value)
+    if issubclass(kind, Enum):
+        return kind[value.rpartition(".")[2].upper()]
+    if fields := get_type_hints(kind):
+        values = value if isinstance(value, dict) else dict(zip(fields, value, strict=True))
+        return kind(**{name: _decoded(fields[name], one) for name, one in values.items()})
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value

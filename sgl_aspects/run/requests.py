@@ -37,7 +37,9 @@ CONTROL_VARIABLE = "SGL_ASPECTS_OP_CONTROL"
 _START_SECONDS = 10.0
 _SIGNAL_SECONDS = 1.0
 _LONGEST_ANSWER = 64 << 20  # bytes
-_SUFFIXES = (".request", ".py", f".py{prepared.FAILED}", ".taken", ".answer")
+#: Ends the names of files that are there once a process has done with a request.
+DONE = (".answer", f".py{prepared.FAILED}")
+_SUFFIXES = (".request", ".py", ".taken", *DONE)
 
 
 @dataclass(frozen=True)
@@ -191,15 +193,16 @@ class Request:
         source = Path(entry.__file__).read_text(encoding="utf-8")
         script = self.taken.with_suffix(".py")
         script.write_text(f"{source}\n\nenter({str(self._folder)!r}, {self._key!r})\n", encoding="utf-8")
-        failure = Path(f"{script}{prepared.FAILED}")
+        return carrier(script, self._has_begun)
 
-        def has_begun() -> bool:
-            if failure.exists():  # the process's own, which may be anything
-                why = read_small(failure).decode(errors="replace")
-                raise AttachError(f"process {self.process_id} cannot start a thread: {why}")
-            return self.taken.exists()
-
-        return carrier(script, has_begun)
+    def _has_begun(self) -> bool:
+        """:raises AttachError: the process cannot do it."""
+        failure = self.taken.with_suffix(f".py{prepared.FAILED}")
+        # The process's own, which may be anything; empty until it is written.
+        if failure.exists() and (why := read_small(failure).decode(errors="replace")):
+            hidden = "; it may have a file that is named like this module of Python's" * ("module" in why)
+            raise AttachError(f"process {self.process_id} cannot do what it is asked: {why}{hidden}")
+        return self.taken.exists()
 
     def read(self) -> dict[str, Any] | None:
         """Return the latest answer; None if there is none yet.
@@ -227,6 +230,7 @@ class Request:
                 return values
             if not is_alive():
                 raise AttachError(f"{process} ended meanwhile")
+            self._has_begun()
             thread = read_small(self.taken).decode(errors="replace")
             ours = Path(f"/proc/{self.process_id}/task/{thread}")
             if thread.isdecimal() and not ours.exists() and not answer.exists():

@@ -56,9 +56,12 @@ HEADER_REQUEST_ID = "http.request.header.x-request-id"
 PRIORITY = "sgl_aspects.priority"
 #: The OpenTelemetry name of what its output must follow, if that is JSON.
 OUTPUT_TYPE = "gen_ai.output.type"
-#: Of the cached tokens of a prompt, those that came from the host's memory, and from storage.
+#: Of the cached tokens of a prompt, those that came from the host's memory, from storage, from another
+#: server, and from where their connector does not say.
 HOST_TOKENS = "sgl_aspects.prefix_cache.host_tokens"
 STORAGE_TOKENS = "sgl_aspects.prefix_cache.storage_tokens"
+PEER_TOKENS = "sgl_aspects.prefix_cache.peer_tokens"
+EXTERNAL_TOKENS = "sgl_aspects.prefix_cache.external_tokens"
 #: For prefill and decode on two servers: the request's shared number.
 BOOTSTRAP_ROOM = "sgl_aspects.bootstrap_room"
 #: Whom the request was for, by the header or baggage entry that SGL_ASPECTS_TRACE_TENANT names.
@@ -197,8 +200,10 @@ TOKENIZE = SpanType("tokenize", {INPUT_TOKENS: int})
 #: From the first to the last time that the answer waited for its caller to read, and how long in all.
 WAIT_FOR_CALLER = SpanType("wait_for_caller", {UNREAD_TIME: float})
 DETOKENIZE = SpanType("detokenize", {DETOKENIZE_CALLS: int, DETOKENIZE_BUSY_TIME: float})
+#: Of the cached tokens, those that the request's own span has from its queue.
+TIERS = (HOST_TOKENS, STORAGE_TOKENS, PEER_TOKENS, EXTERNAL_TOKENS)
 #: A finish reason in the queue: the request ended there. Its own span has the error, if any.
-QUEUE = SpanType("queue", {FINISH_REASON: str})
+QUEUE = SpanType("queue", {FINISH_REASON: str, **dict.fromkeys(TIERS, int)})
 PREFILL = SpanType("prefill", {PREFILL_TOKENS: int, PREFILL_CHUNK: int})
 DECODE = SpanType(
     "decode",

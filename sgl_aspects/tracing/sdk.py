@@ -18,7 +18,7 @@ from opentelemetry import context, metrics, trace
 from sgl_aspects import __version__
 from sgl_aspects.run import clock
 from sgl_aspects.tracing import records, schema
-from sgl_aspects.tracing.export.metrics import STEP, EngineMetrics
+from sgl_aspects.tracing.export.metrics import DECODE, STEP, EngineMetrics
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.open_steps import OpenSteps
 from sgl_aspects.tracing.record.recorder import Recorder, SpanWriter, id_source
@@ -67,12 +67,16 @@ class SdkRecorder(Recorder):
                 self._seen[event.key] = self._requests.get(event.request_id), event.request_id
             elif isinstance(event, records.RequestElsewhere):
                 self._seen[event.key] = _caller(*event[1:]), ""
+            elif isinstance(event, records.ProcessDescribed) and schema.FOLLOWER in event.attributes:
+                self._metrics.follow("")
             elif isinstance(event, records.RequestBegin):
                 # Attributes for the provider's sampler; and again, for the span gets only what it returns.
                 found = {"kind": trace.SpanKind.SERVER, "attributes": event.attributes}
                 span = self._start(event.name, _caller(*event[3:8]), event.start_ns, **found)
                 span.set_attributes(event.attributes)
-                self._begun[event.span_id] = event
+                is_answer = not event.remote and event.parent_id in self._begun
+                if not is_answer or schema.OPERATION in event.attributes:
+                    self._begun[event.span_id] = event
                 self._requests[event.request_id] = self._open[event.span_id] = span
 
     def open_span(self, type: SpanType, span_id: int, root_id: int, parent_id: int, start_ns: int) -> Any:
@@ -86,6 +90,8 @@ class SdkRecorder(Recorder):
         with self._lock:
             if type.name == STEP:
                 self._metrics.step_ended("", os.getpid(), record)
+            elif type.name == DECODE:
+                self._metrics.decode_ended(record)
             if (begin := self._begun.pop(span_id, None)) is not None:
                 self._metrics.request_ended(begin, record, 0)
             if not span_id:  # for the metrics only

@@ -162,7 +162,7 @@ class TraceSession:
         report = collector.wait(timeout)
         problem = f"the trace collector (process {collector.process_id}) is still at work after {timeout:g} s"
         if report is None and collector.has_ended:
-            problem = "the trace collector was killed: its spans are lost"
+            problem = "the trace collector was killed, or has failed as it says above: its spans are lost"
             remove_run_folder(self.run_folder)
         collector.abandon()
         return TraceSummary(problem=problem) if report is None else TraceSummary.from_json(report)

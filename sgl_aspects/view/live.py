@@ -17,6 +17,7 @@ from typing import Any
 from sgl_aspects.analysis.causes import Causes
 from sgl_aspects.analysis.numbers import PHASES, STEP
 from sgl_aspects.analysis.sources import load_run
+from sgl_aspects.analysis.spans import stage_of, whole_of
 from sgl_aspects.errors import ConfigError
 from sgl_aspects.run import clock
 from sgl_aspects.run.control import Control, read_control, write_control, write_run_control
@@ -26,7 +27,16 @@ from sgl_aspects.tracing.collect.rings import rings
 from sgl_aspects.tracing.export.step_time import AddedTime
 from sgl_aspects.tracing.record.codec import DamagedError
 from sgl_aspects.tracing.record.format import SUFFIX
-from sgl_aspects.tracing.records import Record, RequestBegin, RequestSeen, SpanBegin, SpanEnd
+from sgl_aspects.tracing.records import (
+    UNFINISHED,
+    Latest,
+    ProcessDescribed,
+    Record,
+    RequestBegin,
+    RequestSeen,
+    SpanBegin,
+    SpanEnd,
+)
 
 IMAGE_PHASES = tuple(one.name for one in (schema.ENCODE, schema.DENOISE, schema.DECODE_LATENTS))
 REQUEST_PHASES = ("queue", *IMAGE_PHASES, "prefill", "decode")
@@ -58,6 +68,8 @@ class Request:
     #: One of several answers to a request, which has them.
     is_answer: bool = False
     answers: list[Request] = field(default_factory=list)
+    #: The name of its process's ring.
+    ring: str = ""
 
     @property
     def outcome(self) -> str:
@@ -145,6 +157,9 @@ class LiveRun:
         self.model = ""
         self.finished_requests = 0
         self._added = AddedTime()
+        # Of processes by name; and by a step's id and the name of a part.
+        self._stages: dict[str, str] = {}
+        self._passes: Latest[tuple[int, str], dict[tuple[str, str], float]] = Latest(_MOST_REQUESTS)
         # Names of the processes that write requests' phases, and of those that write steps: a rank that only
         # does the latter runs the batches of one that does both.
         self._answering: set[str] = set()
@@ -269,11 +284,17 @@ class LiveRun:
         return found
 
     def _retire(self, name: str, ring: RingReader) -> None:
+        was_detached = ring.was_detached
         ring.close()
         del self.rings[name]
         self.gauges.pop(name, None)
         self._added.forget(name)
         self._gone.append(name)
+        for span_id in [one for one, request in self.open.items() if request.ring == name]:
+            if was_detached:
+                del self.open[span_id]
+            else:
+                self._finish(span_id, ring.last_ns, UNFINISHED)
 
     def _take(self, name: str, records: Iterable[Record]) -> None:
         for record in records:
@@ -283,7 +304,7 @@ class LiveRun:
                 self._begin(record)
             elif isinstance(record, RequestBegin):
                 self.model = str(record.attributes.get(schema.REQUEST_MODEL, "")) or self.model
-                request = Request(record.request_id, record.start_ns, self.model)
+                request = Request(record.request_id, record.start_ns, self.model, ring=name)
                 whole = None if record.remote else self.open.get(record.parent_id)
                 if whole is not None and schema.OPERATION not in record.attributes:
                     request.is_answer = True
@@ -291,6 +312,8 @@ class LiveRun:
                 self.open[record.span_id] = request
             elif isinstance(record, RequestSeen):
                 self._ids[record.key] = record.request_id
+            elif isinstance(record, ProcessDescribed):
+                self._stages[name] = stage_of(record.attributes.get(schema.RANK))
 
     def _begin(self, record: SpanBegin) -> None:
         phases = self._phases_of(record)
@@ -318,8 +341,12 @@ class LiveRun:
         if kind == STEP:
             self._step(name, record)
         elif kind in STEP_PARTS:
-            parts = self._second(record.end_ns).parts
-            parts[kind] = parts.get(kind, 0.0) + seconds
+            parts, of_step = self._second(record.end_ns).parts, (record.root_id, kind)
+            passes = self._passes.get(of_step) or {}
+            before, own = whole_of(passes), (self._stages.get(name, ""), name)
+            passes[own] = passes.get(own, 0.0) + seconds
+            self._passes[of_step] = passes
+            parts[kind] = parts.get(kind, 0.0) + whole_of(passes) - before
         elif record.root_id == record.span_id:
             self._end(record)
         elif kind in REQUEST_PHASES:
@@ -355,19 +382,24 @@ class LiveRun:
         )
 
     def _end(self, record: SpanEnd) -> None:
-        request = self.open.pop(record.span_id, None)
+        request = self._finish(record.span_id, record.end_ns, record.error)
         if request is None:
             return  # its start was overwritten
         values = _values(record)
         first = values.get(schema.TIME_TO_FIRST_TOKEN)
-        request.end_ns = record.end_ns
         request.time_to_first_token = float(first) if isinstance(first, (int, float)) else None
         request.prompt_tokens = int(_number(values.get(schema.INPUT_TOKENS)))
         request.cached_tokens = int(_number(values.get(schema.CACHED_TOKENS)))
         request.output_tokens = int(_number(values.get(schema.OUTPUT_TOKENS)))
-        request.error, request.status = record.error, int(_number(values.get(schema.STATUS_CODE)))
+        request.status = int(_number(values.get(schema.STATUS_CODE)))
         self.finished_requests += not request.is_answer
-        self._second(record.end_ns).finished.append(request)
+
+    def _finish(self, span_id: int, end_ns: int, error: str) -> Request | None:
+        request = self.open.pop(span_id, None)
+        if request is not None:
+            request.end_ns, request.error = max(end_ns, request.start_ns), error
+            self._second(request.end_ns).finished.append(request)
+        return request
 
     def _second(self, time_ns: int) -> Second:
         return self.seconds.setdefault(time_ns // 1_000_000_000, Second())

@@ -11,7 +11,7 @@ epoch), so that JavaScript's numbers hold them. Spans of one name with the same 
      "values":   [[value, …], …],                  one list for each span, in the order of its type
      "links":    {index: [index, …]},              those of spans that have some
      "errors":   [index, …],
-     "requests": [index, …], "steps": [index, …],
+     "requests": [index, …], "steps": [index, …], "step": name of these, and of those of ranks that follow,
      "traces":   {index: trace id},                of requests
      "causes":   {index: [[cause, time, [[index, time], …]], …]}}    of the slowest requests, with culprits
 """
@@ -64,6 +64,8 @@ def payload_of(run: Run, names: Iterable[str] = ()) -> dict[str, Any]:
         if span.links:
             links[index] = [index_of[link] for link in dict.fromkeys(span.links) if link in index_of]
     requests = [index for index, span in enumerate(spans) if span.is_server]
+    causes = Causes(spans)
+    steps = {id(step) for step in causes.steps()}
     return {
         "source": run.source,
         "is_live": run.is_live,
@@ -78,17 +80,17 @@ def payload_of(run: Run, names: Iterable[str] = ()) -> dict[str, Any]:
         "links": links,
         "errors": [index for index, span in enumerate(spans) if span.is_error],
         "requests": requests,
-        "steps": [index for index, span in enumerate(spans) if span.name == STEP],
+        "steps": [index for index, span in enumerate(spans) if id(span) in steps],
+        "step": STEP,
         "traces": {index: spans[index].trace_id for index in requests},
-        "causes": _causes(spans, requests, index_of),
+        "causes": _causes(causes, spans, requests, index_of),
     }
 
 
 def _causes(
-    spans: Sequence[Span], requests: Sequence[int], index_of: Mapping[str, int]
+    causes: Causes, spans: Sequence[Span], requests: Sequence[int], index_of: Mapping[str, int]
 ) -> dict[int, list[tuple[str, int, list[tuple[int, int]]]]]:
     """Return what the slowest requests' time was spent on, and the requests that had most part in it."""
-    causes = Causes(spans)
     # The request of an answer is shown.
     shown = {one: index_of[one if each.is_server else each.parent_id] for one, each in causes.by_id.items()}
     found: dict[int, list[tuple[str, int, list[tuple[int, int]]]]] = {}

@@ -173,7 +173,8 @@ def _requests(run: LiveRun, seconds: Sequence[Second], finished: Sequence[Reques
         ("finished/s", f"{len(finished) / span:.1f}", ""),
         ("failed", str(failed), "bold red" if failed else ""),
         ("output tok/s", f"{output / span:,.0f}", "bold"),
-        ("prompt tok/s", f"{(prefilled or prompt) / span:,.0f}", ""),
+        # without those from the prefix cache, as long as steps are recorded
+        ("prefill tok/s" if fed else "prompt tok/s", f"{(prefilled if fed else prompt) / span:,.0f}", ""),
         ("cache hits", f"{cached / prompt:.0%}" if prompt else "–", ""),
     )
 

@@ -17,7 +17,8 @@ from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.export.metrics import EngineMetrics
 from sgl_aspects.tracing.options import tenant_of
 from sgl_aspects.tracing.records import RequestBegin, SpanEnd
-from sgl_aspects.tracing.schema import REQUEST
+from sgl_aspects.tracing.schema import INPUT_TOKENS, OUTPUT_TOKENS, REQUEST
+from tests.support.simulated_run import SimulatedRun
 from tests.support.tiny_models import make_llama
 
 pytestmark = pytest.mark.usefixtures("forked_collectors", "forked_schedulers")
@@ -54,6 +55,25 @@ def test_a_label_has_few_values() -> None:
     tenants = [str((point.attributes or {})["sgl_aspects.tenant"]) for point in duration.data.data_points]
     assert len(tenants) == 51
     assert "other" in tenants
+
+
+def test_spans_that_a_collector_repeats_when_it_is_started_again_count_once(tmp_path: Path) -> None:
+    file = SimulatedRun(5).write(tmp_path / "run.jsonl")
+    once = usage_of(read_spans(file))
+    file.write_text(file.read_text() * 2)
+    assert usage_of(read_spans(file)) == once
+
+
+def test_a_request_on_a_prefill_and_a_decode_server_counts_once() -> None:
+    """A prefill server's alone counts, too: its other half was not given, or it failed before."""
+
+    def half(trace: str, role: str, output: int) -> Span:
+        attributes = {INPUT_TOKENS: 100, OUTPUT_TOKENS: output}
+        return Span("chat", trace, f"{trace}{role}", "", True, 0, 9, attributes, (), 1, False, role, role)
+
+    spans = [half("a", "prefill", 1), half("a", "decode", 8), half("b", "prefill", 1)]
+    (usage,) = usage_of(spans)
+    assert (usage.requests, usage.input_tokens, usage.output_tokens) == (2, 200, 9)
 
 
 def test_tenants_share_the_device_time_of_their_steps(

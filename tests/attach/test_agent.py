@@ -87,6 +87,17 @@ assert not hasattr(json.dumps, "__wrapped__")
     _attach_itself(code, tmp_path, tmp_path / "first", tmp_path / "second")
 
 
+def test_an_original_that_another_patch_covers_is_said_not_to_be_back(tmp_path: Path) -> None:
+    code = """
+assert perform("attach", sys.argv[2])["woven"] == ["json:dumps"]
+woven = json.dumps
+json.dumps = lambda *words: woven(*words)
+answer = perform("detach", sys.argv[2])
+assert (answer["restored"], answer["not_restored"]) == (0, ["json:dumps"]), answer
+"""
+    _attach_itself(code, tmp_path, tmp_path / "run")
+
+
 @pytest.mark.parametrize("has_one", [True, False])
 def test_a_full_ring_ends_nothing_before_there_is_a_collector(has_one: bool, tmp_path: Path) -> None:
     code = f"""

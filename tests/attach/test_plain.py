@@ -221,10 +221,19 @@ while True:
 """
 
 
-def test_a_program_that_can_start_no_thread_goes_on(tmp_path: Path) -> None:
-    with running(tmp_path, source=_NO_THREADS) as program:
+_OWN_JSON = "import sys, time\nsys.modules['json'] = time\n"
+_FAILING = {
+    "RuntimeError: can't start new thread": _NO_THREADS,
+    "'dump'; it may have a file that is named like": _OWN_JSON + _NO_THREADS.partition("))\n")[2],
+}
+
+
+@pytest.mark.parametrize("why", _FAILING)
+def test_a_program_that_cannot_do_it_says_why_at_once_and_goes_on(why: str, tmp_path: Path) -> None:
+    with running(tmp_path, source=_FAILING[why]) as program:
         output = finish(attaching(program, "--force", "--for", "1s"))
-        assert f"process {program.id} cannot start a thread: can't start new thread" in output
+        assert f"process {program.id} cannot do what it is asked: " in output
+        assert why in output
         assert program.lives()
         assert program.said == ["x"]
 

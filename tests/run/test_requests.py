@@ -82,10 +82,28 @@ def test_a_process_that_can_start_no_thread_goes_on(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         (answer,) = ask(prepared_processes(folder), "asked:answer", {}, 20.0)
-        assert answer == {"error": f"process {process.pid} cannot start a thread: can't start new thread"}
+        assert f"process {process.pid} cannot do what it is asked" in answer["error"]
+        assert "can't start new thread" in answer["error"]
         assert process.poll() is None
         process.kill()
     assert [path.name for path in folder.iterdir()] == [f"{prepared.block_prefix()}{process.pid}"]
+
+
+def test_a_process_with_a_module_named_like_one_of_pythons_says_so(tmp_path: Path) -> None:
+    """As from a file json.py beside the program."""
+    code = f"import sys, types; sys.modules['json'] = types.ModuleType('json'){IDLE}"
+    with subprocess.Popen(
+        [sys.executable, "-c", code.replace("prepared, requests", "prepared"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (answer,) = ask(prepared_processes(tmp_path), "asked:answer", {}, 20.0)
+        process.kill()
+        assert "module 'json' has no attribute 'dump'" in answer["error"]
+        assert "a file that is named like this module of Python's" in answer["error"]
+        assert process.communicate()[1] == b""
 
 
 _DAEMON = """

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-OPTIONS = (
-    *("--kv-offloading-size", "0.1", "--block-size", "32", "--num-gpu-blocks-override", "8"),
-    *("--max-model-len", "224"),
-)
+OPTIONS = ("--block-size", "32", "--num-gpu-blocks-override", "8", "--max-model-len", "224")
 PLUGIN = """
 import sgl_aspects as aspects
 

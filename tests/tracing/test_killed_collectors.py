@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +16,11 @@ from sgl_aspects.tracing import attach
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.collect.run_reader import RunReader
 from sgl_aspects.tracing.record import format as ring_format
+from sgl_aspects.tracing.record.recorder import Recorder
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
-from sgl_aspects.tracing.records import SpanEnd
-from tests.support.collectors import kill_collector
+from sgl_aspects.tracing.records import ProcessDescribed, SpanEnd
+from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, FOLLOWER, RANK, STEP
+from tests.support.collectors import has_delivered, kill_collector
 from tests.support.otlp_receiver import http_receiver
 from tests.support.processes import wait_until
 from tests.support.sessions import REQUEST, begin, read_file, run_scheduler
@@ -97,3 +101,38 @@ def test_a_line_that_a_killed_collector_began_spoils_no_other(
     assert session.close().problem == ""
     spans = {span.span_id: span for span in read_file(file)}
     assert sorted(str(span.attributes["gen_ai.request.id"]) for span in spans.values()) == ["after", "before"]
+
+
+def test_the_next_collector_knows_processes_whose_description_was_overwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two ranks that run the same batches one follows: its steps remain uncounted."""
+    monkeypatch.setattr(ring_format, "SLOTS", 256)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    with http_receiver() as backend:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", backend.endpoint)
+        session = attach(endpoint=backend.endpoint)
+        follower = RingRecorder(session.run_folder)
+        ranks: list[tuple[Recorder, Any]] = [(session.recorder, {RANK: "tp0"})]
+        ranks += [(follower, {RANK: "tp1", FOLLOWER: True, DISAGGREGATION_MODE: "decode"})]
+
+        def steps(count: int) -> None:
+            for number in range(count):
+                for recorder, _ in ranks:
+                    step, now = recorder.new_id(), time.monotonic_ns()
+                    recorder.spans(STEP)(step, step, 0, now, now + 1, [number, "decode", 1, 1, 0, 1, 0.5])
+
+        for recorder, described in ranks:
+            recorder.write(ProcessDescribed(described))
+        for _ in range(4):
+            steps(100)
+            wait_until(lambda: has_delivered(session))
+        kill_collector(session)
+        steps(10)
+        wait_until(lambda: len(backend.named("scheduler.step")) == 820)
+        follower.close()
+        session.close()
+    spans = backend.named("scheduler.step")
+    assert {span.attributes.get(RANK) for span in spans[-20:]} == {"tp0", "tp1"}
+    assert {span.resource.get(DISAGGREGATION_MODE) for span in spans[-20:]} == {"decode"}
+    assert [point.count for point in backend.points("sgl_aspects.step.duration")] == [10]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -141,6 +142,46 @@ def test_the_application_s_sampler_sees_a_requests_parameters() -> None:
     assert output_of(ran).strip() == str(
         [("tokenize", {}), ("chat", {"sampled.by": "model", "gen_ai.request.model": "large"})]
     )
+
+
+# As two ranks that run the same batches, each in its process: one of them follows.
+COUNTED = """
+import sys
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from sgl_aspects.tracing import attach, context
+from sgl_aspects.tracing.records import ProcessDescribed, RequestBegin
+from sgl_aspects.tracing.schema import DECODE, FOLLOWER, RANK, REQUEST, STEP
+
+reader = InMemoryMetricReader()
+metrics.set_meter_provider(MeterProvider([reader]))
+with attach(level=3) as session:
+    recorder = session.recorder
+    recorder.write(ProcessDescribed({RANK: "tp1", **({FOLLOWER: True} if sys.argv[1] == "follows" else {})}))
+    step = recorder.new_id()
+    recorder.spans(STEP)(step, step, 0, 10, 20, [1, "decode", 1, 4, 0, 1, 0.5])
+    recorder.spans(DECODE)(recorder.new_id(), step, step, 10, 20, [4, "stop", 3, 2])
+    trace, whole, answers = context.new(), recorder.new_id(), [recorder.new_id() for _ in range(2)]
+    recorder.write(RequestBegin(whole, "r", 10, *trace, "chat m", {"gen_ai.operation.name": "chat"}))
+    for answer in answers:
+        recorder.write(RequestBegin(answer, "r0", 11, trace.trace_id, whole, True, "", False, "chat m", {}))
+    for each in (*answers, whole):
+        recorder.spans(REQUEST)(each, each, 0, 10, 20, ["r", ["stop"], None, 7, 4])
+data = reader.get_metrics_data().resource_metrics[0].scope_metrics
+print({m.name: sum(getattr(p, "count", 1) for p in m.data.data_points) for s in data for m in s.metrics})
+"""
+
+
+@pytest.mark.parametrize("rank", ["answers", "follows"])
+def test_metrics_count_what_they_count_with_the_ring(rank: str) -> None:
+    """Steps of the rank that answers alone; drafts; and a request for two answers once."""
+    printed = output_of(python("-W", "error", "-c", COUNTED, rank, SGL_ASPECTS_RECORDER="sdk"))
+    counted = ast.literal_eval(printed)
+    assert ("sgl_aspects.step.duration" in counted) is (rank == "answers")
+    assert ("sgl_aspects.queue.running" in counted) is (rank == "answers")
+    assert "sgl_aspects.speculation.accepted_tokens" in counted
+    assert counted["gen_ai.server.request.duration"] == 1
 
 
 def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

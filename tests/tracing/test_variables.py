@@ -295,6 +295,18 @@ def test_a_failure_is_told_in_the_words_of_its_reason(
     assert told in capsys.readouterr().err
 
 
+def test_a_certificate_that_grpc_does_not_trust_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        "Failed to export traces to there:1, error code: StatusCode.UNAVAILABLE, error details: failed to "
+        "connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Tls handshake failed "
+        "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:"
+        "CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate: OK"
+    )
+    FirstFailure().emit(logging.makeLogRecord({"name": "opentelemetry.x", "msg": text}))
+    told = "there:1 cannot be reached: unable to get local issuer certificate; name the CA's file in OTEL_"
+    assert told in capsys.readouterr().err
+
+
 def test_each_kind_of_failure_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     handler = FirstFailure()
     for number in range(50):

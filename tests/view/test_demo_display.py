@@ -18,6 +18,7 @@ from sgl_aspects.cli.summary import print_delivery, print_summary
 from sgl_aspects.cli.waterfall import most_telling_request, print_waterfall
 from sgl_aspects.errors import ConfigError, SchedulerDiedError
 from sgl_aspects.runtime import StreamChunk
+from sgl_aspects.terminal import replace_unencodable
 from sgl_aspects.tracing import TraceSummary
 from sgl_aspects.view.text import duration, one_line
 
@@ -141,12 +142,16 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert "request" in waterfall
 
 
-def test_bars_without_unicode() -> None:
+def test_bars_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    console = Console(file=output, width=80)
-    print_waterfall(console, SPANS[1], [s for s in SPANS if s.name != "scheduler.step" and not s.parent_id])
+    monkeypatch.setattr("sys.stdout", output)
+    replace_unencodable()  # as every command does
+    print_waterfall(Console(file=output, width=80), SPANS[1], SPANS)
     output.flush()
-    assert b"####" in output.buffer.getvalue()
+    shown = output.buffer.getvalue()
+    assert b"####" in shown
+    assert b"|-" in shown
+    assert b"?" not in shown
 
 
 @pytest.mark.parametrize(
@@ -184,7 +189,7 @@ def test_spans_are_read_as_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "spans.jsonl"
     line = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [written]}]}]})
     file.write_text(f"{line}\n{line}\n")
-    first, _ = read_spans(file)
+    (first,) = read_spans(file)
     assert first == Span(
         "chat m",
         "0a" * 16,

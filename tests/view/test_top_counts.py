@@ -13,8 +13,8 @@ from rich.console import Console
 
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
-from sgl_aspects.tracing.records import RequestBegin, RequestSeen, SpanType
-from sgl_aspects.tracing.schema import DECODE, PREFILL, QUEUE, REQUEST, STEP
+from sgl_aspects.tracing.records import ProcessDescribed, RequestBegin, RequestSeen, SpanType
+from sgl_aspects.tracing.schema import DECODE, FORWARD, PREFILL, QUEUE, RANK, REQUEST, STEP
 from sgl_aspects.view.live import LiveRun
 from sgl_aspects.view.top_screen import screen
 
@@ -42,6 +42,24 @@ def test_overlapped_steps_count_for_what_they_add(tmp_path: Path) -> None:
     assert "forward 86% " in text  # 9 of 10 ms, and of the first step's 20
 
 
+@pytest.mark.parametrize(
+    ("ranks", "share"), [(("tp0 pp0", "tp1 pp0"), "30%"), (("tp0 pp0", "tp0 pp1"), "50%")]
+)
+def test_workers_that_run_a_pass_at_once_count_once_and_stages_add_up(
+    tmp_path: Path, ranks: tuple[str, str], share: str
+) -> None:
+    scheduler, *workers = (RingRecorder(str(tmp_path), level=3) for _ in range(3))
+    ms, step = 1_000_000, scheduler.new_id()
+    now = (time.monotonic_ns() // (1000 * ms) - 1) * 1000 * ms  # all in one second, as counted
+    scheduler.spans(STEP)(step, step, 0, now, now + 100 * ms, [1, "decode", 8, 8, 0, 8, 0.5])
+    for worker, rank, took in zip(workers, ranks, (30, 20)):
+        worker.write(ProcessDescribed({RANK: rank}))
+        worker.spans(FORWARD)(worker.new_id(), step, step, now, now + took * ms, ["decode", 8, 8])
+    assert f"forward {share} " in shown(tmp_path)
+    for recorder in (scheduler, *workers):
+        recorder.close()
+
+
 def test_output_tokens_are_those_of_one_rank_without_rejected_drafts(tmp_path: Path) -> None:
     """Each of two ranks writes the steps of a request; only the one that answers writes its phases."""
     recorders = [RingRecorder(str(tmp_path), level=3) for _ in range(2)]
@@ -61,7 +79,7 @@ def test_output_tokens_are_those_of_one_rank_without_rejected_drafts(tmp_path: P
     text = shown(tmp_path)
     for recorder in recorders:
         recorder.close()
-    numbers = re.search(r"prompt tok/s.*\n *(.*)\n", text)
+    numbers = re.search(r"prefill tok/s.*\n *(.*)\n", text)
     assert numbers is not None
     output, prompt = (float(number.replace(",", "")) for number in numbers.group(1).split()[3:5])
     assert output * 2 == pytest.approx(prompt, abs=3)  # one for each accepted, and one for each that verifies
@@ -104,3 +122,19 @@ def test_a_request_has_no_first_token_of_a_later_one_with_its_id(tmp_path: Path)
     text = shown(tmp_path)
     recorder.close()
     assert re.search(r"^time to first token( +50\.0 ms){4} ", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("detaches", "failed"), [(False, 1), (True, 0)])
+def test_a_request_of_a_process_that_has_ended_is_not_in_flight(
+    tmp_path: Path, detaches: bool, failed: int
+) -> None:
+    recorders = [RingRecorder(str(tmp_path), level=1) for _ in range(2)]
+    for recorder in recorders:
+        start = time.monotonic_ns() - 1_000_000_000
+        recorder.write(RequestBegin(recorder.new_id(), "one", start, *context.new(), "chat m", {}))
+    recorders[0].close(detaches=detaches)
+    numbers = re.search(r"in flight.*\n *(.*)\n", shown(tmp_path))
+    recorders[1].close()
+    assert numbers is not None
+    in_flight, _, found, *_ = numbers.group(1).split()
+    assert (in_flight, found) == ("1", str(failed))

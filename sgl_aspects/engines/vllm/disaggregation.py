@@ -20,12 +20,22 @@ from sgl_aspects.engines.contract import Observation
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1+"
 _TRANSFER, _FAILED = "kv_transfer", "kv_transfer_failed"
+#: Where cached tokens came from, in the order of the attributes of ``queue``.
+_SOURCES = "host", "disk", "p2p", "external_unspecified"
 
 #: Roles of this integration's own observers.
 ROLES = {
     "begin_transfer": Role(
         (f"{_CONNECTOR}.update_state_after_alloc",),
         ("connector:self", "req:request", "_", "tokens:num_external_tokens"),
+    ),
+    # A connector names them since 0.32; the other returns nothing.
+    "name_tiers": Role(
+        (
+            f"{_CONNECTOR}.get_external_cache_hit_sources",
+            f"{_CONNECTOR}.update_state_after_alloc",
+        ),
+        ("_", "req:request"),
     ),
     "end_transfers": Role(
         (f"{_SCHEDULER}._update_from_kv_xfer_finished",), ("scheduler:self", "ended:kv_connector_output")
@@ -95,12 +105,13 @@ class Transfers:
         call = trackers.engine.call_reader
         self._begun = [call("begin_transfer", each) for each in ("req", "connector", "tokens")]
         self._scheduler, self._ended = call("end_transfers", "scheduler"), call("end_transfers", "ended")
-        self._freed = call("free_blocks", "req")
+        self._freed, self._req_of_tiers = call("free_blocks", "req"), call("name_tiers", "req")
         self.seen = seen
 
     def observations(self) -> Iterable[Observation]:
         return [
             Observation("begin_transfer", self._see),
+            Observation("name_tiers", self._req_of_tiers, self._name_tiers),
             Observation("end_transfers", self._end),
             Observation("free_blocks", self._free),
         ]
@@ -123,6 +134,12 @@ class Transfers:
     def _see(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         request, connector, tokens = (read(args, kwargs) for read in self._begun)
         self.seen.setdefault(request.request_id, (request, monotonic_ns(), _size(connector, tokens)))
+        self._name_tiers(request, tokens and {_SOURCES[-1]: tokens}, None)
+
+    def _name_tiers(self, request: Any, sources: Any, error: BaseException | None) -> None:
+        tracked = self._requests.requests.get(request.request_id)
+        if tracked is not None and not tracked.fed and sources:
+            tracked.values = None, *map(sources.get, _SOURCES)
 
     def _end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         failed = getattr(self._scheduler(args, kwargs), "failed_recving_kv_req_ids", ())

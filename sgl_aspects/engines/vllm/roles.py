@@ -149,11 +149,6 @@ class _Outputs(NamedTuple):
             )
             yield output.request_id, self._reason(output), len(output.new_token_ids), prompt, cached
 
-    def tiers(self, index: int) -> tuple[int, None] | None:
-        """Return the cached tokens that a connector brought: to the host's memory, of most."""
-        stats = self.outputs[index].prefill_stats
-        return stats and (stats.num_external_cached_tokens, None)
-
     def _reason(self, output: Any) -> str | None:
         if output.finish_reason is not None:
             return str(output.finish_reason)
@@ -337,7 +332,6 @@ VLLM = Engine(
         "tokenized.count": _tokenized_count,
         "outputs.each": _Outputs.each,
         "outputs.new": _Outputs.new,
-        "outputs.tiers": lambda place: place[0].tiers(place[1]),
         "message.rid": "request_id",
         "message.remote": processes.carried,
         "message.prompt_tokens": "num_prompt_tokens",

@@ -15,7 +15,7 @@ from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.join import Joiner
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.context import root_of_trace_id
-from sgl_aspects.tracing.records import ProcessDescribed, RequestBegin, RequestSeen
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen
 
 # In seconds, longer than any ring's contents.
 _LONGEST = 1e12
@@ -33,14 +33,11 @@ def spans_of(rings: Iterable[RingReader], seconds: float) -> list[ReadableSpan]:
     joiner = Joiner(Resource.create(), lambda span: found.append(span.readable()), joins_partial=True)
     # The process that received the requests started first: read it first, so that later records find them.
     rings = sorted(rings, key=lambda ring: ring.started_ns)
-    histories = []
+    for ring in rings:  # spans name their rank if there are several
+        joiner.add(ring, *ring.descriptions())
     for ring in rings:
         ring.skip_to_newest()
-        histories.append((ring, [*ring.history()]))
-    for ring, records in histories:  # spans name their rank if there are several
-        joiner.add(ring, *(record for record in records if isinstance(record, ProcessDescribed)))
-    for ring, records in histories:
-        joiner.add(ring, *records)
+        joiner.add(ring, *ring.history())
     newest = max((ring.last_ns for ring in rings), default=0)
     joiner.match_waiting()
     for ring in rings:

@@ -334,7 +334,7 @@ class Joiner:
             record = record._replace(end_ns=root.last_child_ns)
         if root.group is not None:
             root.group.last_child_ns = max(root.group.last_child_ns, record.end_ns)
-        attributes = {**begin.attributes, **root.waits(), **root.latencies}
+        attributes = {**begin.attributes, **root.waits(), **root.latencies, **root.tiers}
         if _PREFILL in root.latencies:
             attributes[_INFERENCE] = root.latencies[_PREFILL] + root.latencies.get(_DECODE, 0.0)
         first_ns = root.decode_ns

@@ -78,7 +78,7 @@ class SessionRank:
 
     def __init__(self) -> None:
         self._rank = 0
-        self._may = sys.platform == "linux" and not os.path.exists(f"/proc/{os.getsid(0)}")
+        self._may = sys.platform == "linux" and os.getsid(0) == os.getpid()
 
     def set(self, rank: int) -> None:
         """Set it, as a nice value; 0 is the default. If the kernel refuses, it is tried again next time."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from sgl_aspects.files import lock_holder, unfollowed
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.codec import DamagedError, Decoder
-from sgl_aspects.tracing.records import Record, SpanEnd
+from sgl_aspects.tracing.records import ProcessDescribed, Record, SpanEnd
 
 # Slots read at once, and slots read to check for new records, which is frequent.
 _CHUNK = 512
@@ -152,8 +152,15 @@ class RingReader:
         end = layout.SLOTS_OFFSET + ((number & (self.slots - 1)) + 1) * layout.SLOT_BYTES
         return self._read(end - 8, 8) == number.to_bytes(8, "little")
 
+    def descriptions(self) -> list[ProcessDescribed]:
+        """Return what its process has said of itself so far."""
+        return self._decoder.descriptions()
+
     def history(self) -> Iterator[Record]:
-        """Read the records up to ``taken`` that are still in the ring, oldest first; ``taken`` stays."""
+        """Read the process's description, and the records up to ``taken`` that are still in the ring, oldest
+        first; ``taken`` stays.
+        """
+        yield from self.descriptions()
         number = max(1, self.taken - self.slots + 1)
         size = layout.SLOT_BYTES
         while number <= self.taken:

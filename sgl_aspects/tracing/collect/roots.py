@@ -41,6 +41,8 @@ class Root(RootContext):
     ids: tuple[int, ...] = ()
     #: The attributes of its phases, in seconds.
     latencies: dict[str, float] = field(default_factory=dict)
+    #: Its cached tokens that its scheduler found beyond the device's memory, by the attributes of ``queue``.
+    tiers: dict[str, AttributeValue] = field(default_factory=dict)
     #: When its tokenizing began and ended, and when its scheduler got it; 0: not known.
     tokenize_ns: int = 0
     tokenized_ns: int = 0
@@ -71,6 +73,8 @@ class Root(RootContext):
             self.latencies[latency] = self.latencies.get(latency, 0.0) + seconds
             if latency is schema.TIME_IN_DECODE and not self.decode_ns:
                 self.decode_ns = start_ns
+        if len(record.values) > 1 and name == schema.QUEUE.name:
+            self.tiers |= {tier: count for tier, count in zip(schema.TIERS, record.values[1:]) if count}
         if name in _FIRST_PHASES:
             self.queued_ns = min(self.queued_ns or start_ns, start_ns)
             if self.group is not None:

@@ -58,7 +58,8 @@ class RunReader:
         Those of processes that get requests are read last and come first: what other processes wrote of a
         request, maybe the second with its id, comes after all that its caller's wrote before.
         """
-        self.find()
+        for writer in self.find():  # first, since spans name their rank if there are several
+            yield writer, [*writer.descriptions()]
         writers = sorted(self.writers.values(), key=lambda writer: not writer.gets_requests)
         read = [(writer, *writer.poll(writer.is_alive())) for writer in reversed(writers)]
         self.has_more = any(more for *_, more in read)

@@ -13,7 +13,9 @@ _LONGEST_LINE = 300
 _ADDRESS = re.compile(r"HTTPS?ConnectionPool\(host='([^']+)', port=(\d+)\)")
 _OBJECTS = re.compile(r"HTTPS?Connection(Pool)?\([^)]*\)|<urllib3[^>]*>")
 _REASON = re.compile(r"Caused by .*?(?:Errno -?\d+\] )?([A-Za-z][^:\"'\]]*?)(?: \(_ssl[^)]*\))?[\"']?\)")
-_CERTIFICATE = re.compile(r"certificate verify failed: (.*?)\.? \(_ssl")
+# Of the one, and of gRPC, whose text has the address before.
+_CERTIFICATE = re.compile(r"(?:certificate verify failed|:CERTIFICATE_VERIFY_FAILED): (.*?)(?:\.? \(_ssl|:)")
+_GRPC_ADDRESS = re.compile(r" to ([^\s,]+):(\d+), (?:error code|retrying)")
 # OpenTelemetry's text about an exception, which is the reason.
 _NO_CODE = " batch code: None, reason: "
 # What a library says of an endpoint that speaks another protocol.
@@ -56,7 +58,7 @@ def _shortened(text: str) -> str:
     for sign, instead in _OTHERWISE.items():
         if sign in text:
             return f"the backend speaks {instead.format('OTEL_EXPORTER_OTLP_PROTOCOL')}"
-    address = _ADDRESS.search(text)
+    address = _ADDRESS.search(text) or _GRPC_ADDRESS.search(text)
     reason = _CERTIFICATE.search(text) or _REASON.search(_OBJECTS.sub("", text))
     if not address or not reason:
         return text.replace(_NO_CODE, ": ")

@@ -65,8 +65,7 @@ class Call:
     ``of``: the request that it is an answer to; ``rids``: the ids by which its answers are found.
     ``exchange``: for the first request of an HTTP exchange. ``response_id``: the client's id of the answer,
     where it is not ``rid``. ``latest``: the message with its latest output,
-    and the index in it; ``tokens``: prompt, output and cached ones, if they are not read from there, as
-    ``tiers``, the cached ones that are not the device's.
+    and the index in it; ``tokens``: prompt, output and cached ones, if they are not read from there.
     ``reason``: why it ended, once it has.
 
     ``ends_with_output``: its last output ends it; otherwise the function that serves it, or with
@@ -101,7 +100,6 @@ class Call:
     first_ns: int = 0
     latest: tuple[Any, int] | None = None
     tokens: tuple[int | None, int | None, int | None] | None = None
-    tiers: tuple[int | None, int | None] | None = None
     reason: str | None = None
     #: The engine's error, if it rejected the request, and its HTTP status where the exchange's does not tell.
     problem: str = ""
@@ -168,7 +166,7 @@ class CallTracker:
         self._requested_model = reader("request.model")
         self._description = reader("manager.description")
         self._in_flight = reader("manager.in_flight")
-        self._counts, self.tiers = reader("outputs.counts"), reader("outputs.tiers")
+        self._counts, self._tiers = reader("outputs.counts"), reader("outputs.tiers")
         self._reason = reader("outputs.reason")
 
     # -- begun ----------------------------------------------------------------------------------------------
@@ -431,7 +429,7 @@ class CallTracker:
         answers = call.answers_of_the_caller if call.is_group else [call]
         counts = [one.tokens or self._counts(one.latest) for one in answers if one.tokens or one.latest]
         prompt, output, cached = map(_total, zip(*counts)) if counts else (None, None, None)
-        tiers = self.tiers(call.latest) if call.latest and not call.is_group else call.tiers
+        tiers = self._tiers(call.latest) if call.latest and not call.is_group else None
         if call.is_group:  # a prompt counts once, for all of its samples
             prompt, cached = (total and total // call.samples for total in (prompt, cached))
         if call.searched and counts:

@@ -118,9 +118,8 @@ class WovenLevels:
         attaches does, that one goes on with this level: the engine's does not wait.
         """
         self._asked = level, has_passes
-        while self._wanted() != self._woven and self._changing.acquire(blocking=False):
+        while (wanted := self._wanted()) != self._woven and self._changing.acquire(blocking=False):
             try:
-                wanted = self._wanted()
                 self._change(wanted - self._woven, aspects.weave)
                 self._change(self._woven - wanted, _remove)
                 self._woven = wanted

@@ -46,7 +46,8 @@ class _Detail:
         step_id, parent_id = self._tracker.parent_of_detail()
         if not step_id:
             return start_ns, 0, 0, 0, None, args, kwargs
-        if self._open and self._open[-1][0] == step_id:
+        # A function may move both ways: neither role is below the other.
+        if self._open and self._open[-1][0] == step_id and not self._moves:
             parent_id = self._open[-1][1]
         span_id = self._recorder.new_id()
         self._open.append((step_id, span_id))

@@ -381,13 +381,13 @@ class ServingObserver:
 
     def _take_new(self, outputs: Any) -> None:
         live = self._calls.live
-        for index, (rid, reason, new, prompt, cached) in enumerate(self._each_new(outputs)):
+        for rid, reason, new, prompt, cached in self._each_new(outputs):
             call = live.get(rid)
             if call is None:
                 continue
             if call.tokens is None:
                 call.first_ns = monotonic_ns()
-                call.tokens, call.tiers = (prompt, new, cached), self._calls.tiers((outputs, index))
+                call.tokens = prompt, new, cached
             else:
                 prompt, before, cached = call.tokens
                 call.tokens = prompt, (before or 0) + new, cached

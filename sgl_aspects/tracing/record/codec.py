@@ -83,10 +83,12 @@ def plain(value: Any) -> Any:
     return float(value) if isinstance(value, numbers.Real) else str(value)
 
 
-def definition(what: SpanType | str) -> str:
-    """Encode a type of spans, or a text, for a ring's definitions."""
+def definition(what: SpanType | ProcessDescribed | str) -> str:
+    """Encode a type of spans, the process's description, or a text, for a ring's definitions."""
     if isinstance(what, str):
         return json.dumps(what[:_LONGEST_TEXT])
+    if isinstance(what, ProcessDescribed):
+        return json.dumps(plain(what.attributes))
     known = ((name, kind if kind in _KINDS.values() else object) for name, kind in what.attributes.items())
     return json.dumps([what.name, {name: kind.__name__ for name, kind in known}])
 
@@ -102,7 +104,7 @@ class Decoder:
         self._read_definitions = read_definitions
         self._clock_offset = clock_offset
         self.last_ns = 0
-        self._definitions: list[SpanType | str | None] = [None]
+        self._definitions: list[SpanType | ProcessDescribed | str | None] = [None]
         self._definitions_end = 0
         # By the definition and the classes of the values; and names of attributes, by their numbers.
         self._types: Latest[tuple[Any, ...], SpanType] = Latest(_TYPES)
@@ -287,7 +289,12 @@ class Decoder:
             self._definitions += self._new_definitions()
         return self._definitions[number]
 
-    def _new_definitions(self) -> Iterator[SpanType | str | None]:
+    def descriptions(self) -> list[ProcessDescribed]:
+        """Return what the process has said of itself: the records of it may be overwritten."""
+        self._definitions += self._new_definitions()
+        return [each for each in self._definitions if isinstance(each, ProcessDescribed)]
+
+    def _new_definitions(self) -> Iterator[SpanType | ProcessDescribed | str | None]:
         data = self._read_definitions()
         while self._definitions_end + 4 <= len(data):
             start = self._definitions_end + 4
@@ -322,12 +329,14 @@ def is_plain(content: bytes) -> bool:
 _is_safe: Callable[[bytes], bool] = getattr(native.compiled, "is_plain", is_plain)
 
 
-def _parse_definition(data: bytes) -> SpanType | str | None:
+def _parse_definition(data: bytes) -> SpanType | ProcessDescribed | str | None:
     """Decode a definition; None for a damaged one, since those after it keep their numbers."""
     try:
         found = json.loads(data)
         if isinstance(found, str):
             return str(encodable(found))
+        if isinstance(found, dict):
+            return ProcessDescribed({encodable(key): encodable(value) for key, value in found.items()})
         name, attributes = found
         return SpanType(
             encodable(str(name)), {encodable(key): _KINDS[kind] for key, kind in attributes.items()}

@@ -27,7 +27,7 @@ from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.file import RingFile
 from sgl_aspects.tracing.record.open_steps import OpenSteps
 from sgl_aspects.tracing.record.recorder import Recorder, SpanWriter, id_source
-from sgl_aspects.tracing.records import AttributeValue, Event, SpanType
+from sgl_aspects.tracing.records import AttributeValue, Event, ProcessDescribed, SpanType
 
 _pack, _encode, _are_plain = layout.SLOT.pack_into, codec.encode, codec.PLAIN.issuperset
 _class_of = type
@@ -166,6 +166,10 @@ class RingRecorder(Recorder):
     def write(self, event: Event) -> None:
         fields = [self._numbered(each) if each.__class__ is dict else codec.plain(each) for each in event]
         self._put((codec.NAMES[type(event)], *fields))
+        if isinstance(event, ProcessDescribed):
+            with self._lock:
+                if (file := self._open_file()) is not None:
+                    file.define(codec.definition(event))  # for readers that come when it is overwritten
 
     def _numbered(self, attributes: dict[str, AttributeValue]) -> dict[int | str, AttributeValue]:
         """Return the attributes by the numbers of their names, which repeat with each request."""

@@ -74,7 +74,7 @@ function build(run) {
     if (isRequest) detail.replaceChildren(requestPanel(item, { openStep, close }));
     else if (isStep) detail.replaceChildren(stepPanel(item, { openRequest, openStep, close, from: lastRequest }));
     else if (isOther) detail.replaceChildren(otherPanel(item, { close }));
-    else detail.replaceChildren(isOwn ? ownHint(run) : hint(run));
+    else detail.replaceChildren(hint(run, isOwn));
     list.choose(lastRequest);
     engine.list.choose(isStep ? item : null);
     others.choose(isOther ? item : null);
@@ -121,30 +121,25 @@ function build(run) {
 
 const motion = () => (matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth");
 
-function hint(run) {
-  return hintPanel(
-    "Find the slow phase",
-    el(
-      "ol",
-      {},
-      el("li", {}, "Open a request: the list begins with the slowest. Its colours show where its time went."),
-      el("li", {}, "Read what stands out against the run's median, and open its slowest step."),
-      el("li", {}, "See what that step did, and whom else it kept waiting."),
-    ),
-    ["request", run.requests, () => ""],
-  );
-}
-
-function ownHint(run) {
-  const text = el("p", { class: "muted" }, "These are functions that were traced by name. Open one to see what ran inside it.");
-  return hintPanel("No request of an engine was recorded", text, ["trace", run.others, (other) => `${other.name}, `]);
-}
-
-function hintPanel(title, text, [kind, items, nameOf]) {
+/** What to do first. `isOwn`: nothing but functions that were traced by name. */
+function hint(run, isOwn) {
+  const [kind, items, title] = isOwn ? ["trace", run.others, "No request of an engine was recorded"] : ["request", run.requests, "Find the slow phase"];
+  const steps = isOwn
+    ? ["Open a function that was traced by name, and see what ran inside it."]
+    : [
+        "Open a request: the list begins with the slowest. Its colours show where its time went.",
+        "Read what stands out against the run's median, and open its slowest step.",
+        "See what that step did, and whom else it kept waiting.",
+      ];
   const slowest = items.reduce((found, item) => (!found || item.latency > found.latency ? item : found), null);
   const open = () => (location.hash = `${kind}=${slowest.index}`);
-  const button = () => el("button", { type: "button", class: "action", onclick: open }, `Open the slowest: ${nameOf(slowest)}${duration(slowest.duration)}`);
-  return el("div", { class: "panel hint" }, el("h2", {}, title), text, slowest ? button() : null);
+  return el(
+    "div",
+    { class: "panel hint" },
+    el("h2", {}, title),
+    el("ol", {}, steps.map((text) => el("li", {}, text))),
+    slowest ? el("button", { type: "button", class: "action", onclick: open }, `Open the slowest: ${isOwn ? `${slowest.name}, ` : ""}${duration(slowest.duration)}`) : null,
+  );
 }
 
 unpack()

@@ -40,7 +40,7 @@ class Run {
     this._linkSteps();
     this.others = [];
     for (let i = 0; i < this.size; i++)
-      if (this.parent[i] < 0 && !this.byIndex.has(i)) this.others.push(new Other(this, i));
+      if (this.parent[i] < 0 && !this.byIndex.has(i) && this.name(i) !== data.step) this.others.push(new Other(this, i));
     for (const other of this.others) this.byIndex.set(other.index, other);
     this.end = 0;
     for (let i = 0; i < this.size; i++) this.end = Math.max(this.end, this.start[i] + this.duration[i]);
@@ -186,10 +186,6 @@ class Request extends Item {
     this.phases[phase] += end - start;
   }
 
-  get slowestStep() {
-    return this.steps.reduce((slowest, step) => (!slowest || step.duration > slowest.duration ? step : slowest), null);
-  }
-
   /** The phase that took most beyond what it usually takes in this run, and how that compares. */
   get standout() {
     let found = null;
@@ -241,7 +237,7 @@ class Step extends Item {
     this.process = run.process[index];
     this.requests = [];
     this.deviceTime = null;
-    this.byProcess = new Map();
+    this.times = new Map();
     this.parts = Object.fromEntries(PARTS.map((part) => [part, 0]));
     this._measure();
   }
@@ -258,12 +254,11 @@ class Step extends Item {
     parts.other = Math.max(0, this.duration - known);
   }
 
-  /** Of workers, which run a pass at once, the slowest counts; the passes of one add up. */
   _inRunBatch(child) {
     const { run, parts } = this;
     const name = run.name(child);
     if (name !== "forward" && name !== "sample") return;
-    const more = Math.max(0, this._own(child, name, run.duration[child]) - parts[name]);
+    const more = this._adds(child, name, run.duration[child]);
     parts[name] += more;
     parts.run_batch = Math.max(0, parts.run_batch - more);
     this._device(child);
@@ -271,14 +266,18 @@ class Step extends Item {
 
   _device(child) {
     const seconds = this.run.number(child, this.run.names.DEVICE_TIME);
-    if (seconds !== null) this.deviceTime = Math.max(this.deviceTime ?? 0, this._own(child, "device", seconds * 1e9));
+    if (seconds !== null) this.deviceTime = (this.deviceTime ?? 0) + this._adds(child, "device", seconds * 1e9);
   }
 
-  /** The time of a part in this span's process, with this span's. */
-  _own(child, part, time) {
-    const key = `${part} ${this.run.process[child]}`;
-    this.byProcess.set(key, (this.byProcess.get(key) ?? 0) + time);
-    return this.byProcess.get(key);
+  /** What a span adds to its part: of a stage's workers, which run a pass at once, the slowest counts. */
+  _adds(child, part, time) {
+    const { run, times } = this;
+    const stage = `${part} ${/\bpp\d+/.exec(run.value(child, run.names.RANK))}`;
+    const own = `${stage} ${run.process[child]}`;
+    times.set(own, (times.get(own) ?? 0) + time);
+    const before = times.get(stage) ?? 0;
+    times.set(stage, Math.max(before, times.get(own)));
+    return times.get(stage) - before;
   }
 
   /** The kernels of a profiled step. */

@@ -44,7 +44,7 @@ function numbers(run) {
   const output = sum(requests, (request) => request.outputTokens);
   const prompt = sum(requests, (request) => request.promptTokens);
   const cached = sum(requests, (request) => request.cachedTokens);
-  const inSteps = sum(steps, (step) => step.duration);
+  const inSteps = sum(steps, (step) => step.duration) / new Set(steps.map((step) => step.process)).size; // of a scheduler
   const measured = steps.filter((step) => step.deviceTime !== null);
   const onDevice = sum(measured, (step) => step.deviceTime);
   const failed = requests.filter((request) => request.isError && !request.isLeft).length;

@@ -104,18 +104,13 @@ function verdict(request) {
         : ` A token takes ${duration(request.perToken)} (median ${duration(run.typical.perToken)}).`,
     );
   }
-  if (phase === "queue") {
-    const waiting = run.steps.filter((step) => step.end > request.start && step.start < request.end);
-    const most = waiting.reduce((found, step) => Math.max(found, step.kvUsage ?? 0), 0);
-    if (most > 0.9) parts.push(` The KV cache was up to ${percent(most)} full meanwhile.`);
-  }
   return parts;
 }
 
 /** The panel of one request; `openStep(step)` goes on to a step. */
 function requestPanel(request, { openStep, close }) {
   const { run } = request;
-  const slowest = request.slowestStep;
+  const slowest = request.steps.reduce((found, step) => (!found || step.duration > found.duration ? step : found), null);
   const steps = stepList(request.steps, openStep, { label: "Steps of this request", from: request.start });
   const traceId = run.traces[request.index];
   return panel(
@@ -146,7 +141,6 @@ function requestPanel(request, { openStep, close }) {
     ),
     causes(request),
     waterfall(run, request, request.start, request.end),
-    request.steps.length ? stepLane(request, openStep) : null,
     request.steps.length ? el("h3", {}, plural(request.steps.length, "step")) : null,
     request.steps.length ? steps.element : null,
     attributeTable([["trace id", traceId], ["model", request.model], ...run.attributes(request.index)]),
@@ -227,41 +221,6 @@ const textOf = (value) => (Array.isArray(value) ? value.join(", ") : String(valu
 
 const KINDS = new Set([...PHASES, ...PARTS, "detokenize"]);
 const kindOf = (name) => (KINDS.has(name) ? name : "other");
-
-/** A request's steps in the order of time, as high as they are long: the slow ones stand out. */
-function stepLane(request, openStep) {
-  const canvas = el("canvas", { class: "lane", role: "img", "aria-label": `Durations of its ${plural(request.steps.length, "step")}; the list below has them` });
-  const width = Math.max(request.duration, 1);
-  const highest = request.slowestStep.duration;
-  const draw = () => {
-    const box = canvas.getBoundingClientRect();
-    if (!box.width) return;
-    canvas.width = box.width * devicePixelRatio;
-    canvas.height = box.height * devicePixelRatio;
-    const context = canvas.getContext("2d");
-    for (const step of request.steps) {
-      const x = ((step.start - request.start) / width) * canvas.width;
-      const w = Math.max((step.duration / width) * canvas.width - devicePixelRatio, devicePixelRatio);
-      const h = Math.max((step.duration / highest) * canvas.height, 2 * devicePixelRatio);
-      context.fillStyle = colour(step.kind);
-      context.fillRect(x, canvas.height - h, w, h);
-    }
-  };
-  canvas.addEventListener("click", (event) => {
-    const box = canvas.getBoundingClientRect();
-    const at = request.start + ((event.clientX - box.left) / box.width) * width;
-    const distance = (step) => Math.max(step.start - at, at - step.end, 0);
-    openStep(request.steps.reduce((near, step) => (distance(step) < distance(near) ? step : near)));
-  });
-  new ResizeObserver(draw).observe(canvas);
-  return el(
-    "div",
-    { class: "waterfall-row" },
-    el("div", { class: "label" }, "steps"),
-    canvas,
-    el("div", { class: "number", title: "the highest bar" }, duration(highest)),
-  );
-}
 
 function attributeTable(pairs, isOpen = false) {
   return el(

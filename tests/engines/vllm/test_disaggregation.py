@@ -91,10 +91,11 @@ class FakeScheduler:
             kv_cache_groups=groups, kv_cache_tensors=tensors, num_blocks=10
         )
 
-    def call(self, role: str, *args: Any) -> None:
-        enter = self._observed[role].enter
-        assert enter is not None
-        enter((self, *args), {})
+    def call(self, role: str, *args: Any, result: Any = None) -> None:
+        observed = self._observed[role]
+        token = observed.enter((self, *args), {})
+        if observed.exit is not None:
+            observed.exit(token, result, None)
 
     def schedule(self, status: str, tokens: int = 0) -> None:
         self.request.status = SimpleNamespace(name=status)
@@ -133,6 +134,24 @@ def test_a_decode_server_waits_for_keys_and_values(has_failed: bool) -> None:
     ]
     (transfer,) = server.memory.named("kv_transfer")
     assert transfer.values == (None, 2 * (100 + 60))
+
+
+@pytest.mark.parametrize(
+    ("sources", "found"),
+    [({"p2p": 3, "host": 1}, (None, 1, None, 3, None)), (None, (None, None, None, None, 4))],
+)
+def test_cached_tokens_have_the_name_of_their_tier(sources: dict[str, int] | None, found: Any) -> None:
+    """Where the connector names it: vLLM does since 0.32. What was computed before a preemption is none."""
+    server = FakeScheduler()
+    server.call("begin_transfer", server.request, None, 4)
+    server.call("name_tiers", server.request, result=sources)
+    server.schedule("RUNNING", tokens=1)
+    server.prefill()
+    server.trackers.requests.preempted("r", 1)
+    server.call("begin_transfer", server.request, None, 5)
+    server.trackers.requests.finished("r", 1, "abort")
+    first, second = server.memory.named("queue")
+    assert (first.values, second.values) == (found, ("abort",))
 
 
 def test_bytes_of_layers_of_several_kinds_are_not_known() -> None:
