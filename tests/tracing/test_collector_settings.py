@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +51,24 @@ def test_no_secret_is_saved_and_the_servers_key_is_not_passed_on(
     assert "set OTEL_EXPORTER_OTLP_HEADERS, " in printed
     assert "HTTPS_PROXY" in printed
     assert "SGL_ASPECTS_API_KEY" not in printed
+
+
+_NO_THREADS = """
+import sys, threading
+from sgl_aspects.collector import main
+def start(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = start
+main(sys.argv[1:])
+"""
+
+
+def test_a_limit_on_processes_is_said_to_be_one(tmp_path: Path) -> None:
+    """Threads count: with the few that are left a collector can be started, but no exporter of it."""
+    settings = {"OTEL_TRACES_EXPORTER": "otlp-json-file", "SGL_ASPECTS_TRACE_FILE": str(tmp_path / "f.jsonl")}
+    words = [sys.executable, "-c", _NO_THREADS, str(tmp_path)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, **settings}, check=False, timeout=60
+    )
+    assert "raise ulimit -u, or the pids.max of its container" in done.stderr
+    assert "Traceback" not in done.stderr

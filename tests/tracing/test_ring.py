@@ -242,7 +242,9 @@ recorder.close()
 
 
 def test_a_limit_on_the_size_of_files_makes_a_ring_smaller(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], check=True)
+    words = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    said = subprocess.run(words, check=True, stderr=subprocess.PIPE, text=True).stderr
+    assert "raise ulimit -f" in said
     (path,) = tmp_path.glob("*.ring")
     assert path.stat().st_size < 4 << 20
     assert len(read_page(path)["records"]) == 1
@@ -366,3 +368,17 @@ def test_a_torn_record_costs_no_other(tmp_path: Path, damage: dict[int, int]) ->
     assert found == ["r0", "r1", "r2", "r3", "r5"]
     assert reader.damaged == 1
     reader.close()
+
+
+def test_a_ring_of_another_version_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where the package is replaced while a run lives, and its collector is started again."""
+    recorder = RingRecorder(str(tmp_path))
+    recorder.write(RequestSeen(1, "r1", 6))
+    recorder.close()
+    (path,) = tmp_path.glob("*.ring")
+    with path.open("r+b") as file:
+        file.seek(8 * ring_format.WORD_VERSION)
+        file.write(b"\x63")
+    reader = RunReader(str(tmp_path))
+    assert (reader.find(), reader.damaged) == ([], 1)
+    assert f"{path} is not a ring of version {ring_format.VERSION}; what is in it" in capsys.readouterr().err

@@ -295,6 +295,8 @@ def _report_rules(text: str) -> None:
 
 
 def _refused(error: Exception) -> ConfigError:
+    if isinstance(error, RuntimeError) and "new thread" in str(error):
+        return ConfigError("it may start no more threads: raise ulimit -u, or the pids.max of its container")
     text = without_secrets(f"{type(error).__name__}: {error}", secrets())
     return ConfigError(f"OpenTelemetry refuses its settings ({text})")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sgl_aspects.run.folder import CLOSING
 from sgl_aspects.tracing.collect.reader import RingReader
+from sgl_aspects.tracing.export.failures import report_line
 from sgl_aspects.tracing.record import format as layout
 from sgl_aspects.tracing.record.codec import DamagedError
 from sgl_aspects.tracing.records import Record
@@ -123,8 +124,9 @@ class RunReader:
             self._known.add(name)
             try:
                 reader = RingReader(self._folder / name)
-            except (DamagedError, OSError):
+            except (DamagedError, OSError) as error:
                 self._damaged += 1
+                report_line(f"{error}; what is in it is lost")
             else:
                 self.writers[reader.name] = reader
                 found.append(reader)

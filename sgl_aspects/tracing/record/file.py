@@ -132,7 +132,7 @@ def _warn_of_small_ring(folder: str, slots: int) -> None:
     system = os.statvfs(folder)
     logger.warning(
         "tracing has room for %d records in process %d, not for %d: %d of %d MiB are free in %s "
-        "(give a container more shared memory, as with docker run --shm-size=1g)",
+        "(give a container more shared memory, as with docker run --shm-size=1g; or raise ulimit -f)",
         slots,
         os.getpid(),
         layout.SLOTS,
