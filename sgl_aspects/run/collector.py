@@ -136,9 +136,11 @@ class CollectorProcess:
     """
 
     def __init__(self, folder: str, environment: Mapping[str, str], prints: bool) -> None:
-        if getattr(sys, "frozen", False):  # it would start itself, without end
+        is_frozen = getattr(sys, "frozen", False)  # it would start itself, without end
+        if is_frozen or not os.path.exists(_KEEPER):
+            what = f"{sys.executable} is a frozen program" if is_frozen else f"{_KEEPER} is in an archive"
             raise ConfigError(
-                f"the trace collector needs a Python interpreter, and {sys.executable} is a frozen program; "
+                f"the trace collector needs a Python interpreter and files of this package, and {what}; "
                 "set SGL_ASPECTS_RECORDER=sdk, which records without a collector"
             )
         self._folder = folder

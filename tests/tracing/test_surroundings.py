@@ -204,6 +204,15 @@ def test_a_frozen_program_does_not_start_itself_as_its_collector(
     assert current() is None
 
 
+def test_a_package_in_an_archive_has_no_collector_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sgl_aspects.run.collector._KEEPER", "/app.pyz/sgl_aspects/run/keeper.py")
+    with pytest.raises(ConfigError, match=r"app.pyz.* is in an archive; set SGL_ASPECTS_RECORDER=sdk"):
+        attach(file=str(tmp_path / "spans"))
+    assert current() is None
+
+
 def test_an_engine_whose_run_folder_cannot_be_written_runs_untraced(tmp_path: Path) -> None:
     make_llama(tmp_path / "model")
     script = f"""
