@@ -122,7 +122,7 @@ class Facts:
     tracer: int
     is_stopped: bool
     is_inside: bool
-    """It has the same files and the same numbers of processes: its mount and PID namespaces are ours."""
+    """It has the same files and process numbers: its root and its mount and PID namespaces are ours."""
     machine: str
 
     @classmethod
@@ -131,6 +131,7 @@ class Facts:
             status = _status(folder)
             try:
                 is_inside = all(_is_same_namespace(folder, kind) for kind in ("mnt", "pid"))
+                is_inside = is_inside and os.path.samefile(folder / "root", "/")
             except PermissionError:
                 is_inside = True  # reported by its owner, or by the next attempt
         return cls(
@@ -169,7 +170,7 @@ def refusal(facts: Facts, *, needs_ptrace: bool = True) -> str | None:
         return f"{where} belongs to user {facts.user}, you are {facts.our_user}: {help}"
     if not facts.is_inside:
         return (
-            f"{where} runs in another container (mount or PID namespace): run the command inside it, "
+            f"{where} runs in another container or a chroot: run the command inside it, "
             f"docker exec CONTAINER {again} or kubectl exec POD -- {again}"
         )
     if facts.is_stopped:

@@ -135,7 +135,19 @@ def test_a_process_that_is_not_python() -> None:
 def test_a_process_of_another_container(kind: str, tmp_path: Path) -> None:
     with running(tmp_path, prefix=["unshare", f"--{kind}", "--fork", "--kill-child"]) as program:
         (inside,) = Path(f"/proc/{program.id}/task/{program.id}/children").read_text().split()
-        assert "in another container (mount or PID namespace)" in _attach(int(inside), "--force")
+        assert "in another container or a chroot" in _attach(int(inside), "--force")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_process_in_a_chroot_sees_none_of_the_files_that_it_would_run(tmp_path: Path) -> None:
+    code = "import os, sys, time; os.chroot(sys.argv[1]); print('x', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert "in another container or a chroot: run the command" in _attach(process.pid, "--force")
+        finally:
+            process.kill()
 
 
 def test_a_long_chain_of_processes_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
