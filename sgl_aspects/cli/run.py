@@ -104,7 +104,10 @@ def _begin_file(settings: TraceSettings, environment: dict[str, str]) -> None:
     if settings.level:
         for path in settings.written():
             if path not in settings.begun:
-                SharedFile(path).close()
+                try:
+                    SharedFile(path).close()
+                except OSError as error:
+                    raise ConfigError(f"{path}: {error.strerror}") from error
         environment[env.spelled(BEGUN, environment)] = "\n".join(settings.written())
 
 
