@@ -259,6 +259,10 @@ class Engine:
             raise ConfigError(f"own_roles: {name!r} is a role that other engines have, too: see roles")
         for name in self.attributes:
             check_attribute(name)
+        if "receive_request" in self.roles and "request.rids" not in self.attributes:
+            raise ConfigError(
+                "receive_request: requests are told apart by 'request.rids': add it to the attributes"
+            )
 
 
 def is_at_hand(package: str) -> bool:

@@ -91,6 +91,10 @@ def test_observers_read_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             "'run_batch' is a role that other engines have, too",
         ),
         ({"own_roles": {"hop": None}}, r"role 'hop' is None: write Role"),
+        (
+            {"roles": {"receive_request": Role(("hare:accept",), ("request",))}},
+            "receive_request: requests are told apart by 'request.rids': add it to the attributes",
+        ),
     ],
 )
 def test_a_misspelt_name_is_an_error_at_import(given: dict[str, Any], message: str) -> None:
