@@ -121,8 +121,8 @@ def schedulers_of(spans: Sequence[Span], requests: Mapping[str, Span]) -> dict[t
                 by_place[place].append(step)
             else:
                 others[span.trace_id] = place, step
-    for _, step in others.values():
-        by_place.pop(step.span.place, None)  # steps without a sampled request
+    for place in {step.span.place for _, step in others.values()} - {*answering.values()}:
+        by_place.pop(place, None)  # a rank that follows: its steps without a sampled request
     prefills: dict[tuple[str, int], list[Span]] = defaultdict(list)
     for span in phases:
         if span.name == schema.PREFILL.name:

@@ -249,3 +249,11 @@ def test_what_its_caller_did_not_read_delays_an_answer_only_after_it_was_made() 
     assert found.seconds[Cause.DECODE] == pytest.approx(0.15)
     assert found.seconds[Cause.CALLER] == pytest.approx(0.15)
     assert found.seconds[Cause.DELIVERY] == pytest.approx(0.1)
+
+
+def test_a_request_that_a_second_scheduler_took_over_hides_no_steps_of_the_first() -> None:
+    """Ranks that only follow write no phases; the first scheduler has."""
+    moved = span("queue", 20, 30, "a", trace="trace of a", process_id=WORKER)
+    spans = [request("a", 0, 90), request("b", 0, 90), *phases("a", 0, 5, 10, 15), *phases("b", 0, 5, 10, 90)]
+    spans += [moved, step(5, 10, ["a"]), step(10, 40, ["b"])]
+    assert 10 * MS in [each.start_ns for each in Causes(spans).steps()]

@@ -35,9 +35,12 @@ def spans_of(rings: Iterable[RingReader], seconds: float) -> list[ReadableSpan]:
     rings = sorted(rings, key=lambda ring: ring.started_ns)
     for ring in rings:  # spans name their rank if there are several
         joiner.add(ring, *ring.descriptions())
-    for ring in rings:
+    histories = []
+    for ring in rings:  # all at once, since their processes go on
         ring.skip_to_newest()
-        joiner.add(ring, *ring.history())
+        histories.append((ring, [*ring.history()]))
+    for ring, records in histories:
+        joiner.add(ring, *records)
     newest = max((ring.last_ns for ring in rings), default=0)
     joiner.match_waiting()
     for ring in rings:
