@@ -114,7 +114,8 @@ def engine_tree(process_id: int, *, is_wanted: bool = False) -> list[Process]:
     processes = {process.id: process for process in _all_processes()}
     named = processes.get(process_id)
     if named is None:
-        raise AttachError(f"there is no process {process_id}; name the id of a running one")
+        where = "" if processes else " in /proc, which is not mounted"
+        raise AttachError(f"there is no process {process_id}{where}; name the id of a running one")
     if not named.is_python:
         raise AttachError(
             f"process {process_id} ({named.title}) is not Python: its executable is not an interpreter"

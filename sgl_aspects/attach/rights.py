@@ -206,6 +206,8 @@ def explained(process_id: int, error: OSError) -> AttachError:
 
 def may_trace() -> str | None:
     """Return why this user cannot attach to programs of its own with ptrace; None if it can."""
+    if not os.path.exists("/proc/self"):
+        return "/proc is not mounted"
     scope = _ptrace_scope()
     if scope == 3:
         return "kernel.yama.ptrace_scope is 3: nobody may attach"

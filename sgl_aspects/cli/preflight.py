@@ -104,7 +104,7 @@ def _limits() -> Check:
     found = f"files of {'any size' if size < 0 else f'{size >> 20} MiB'}, {files:,} open"
     if 0 <= size < _RING:
         return Check(
-            "limits", found, "a process's ring does not fit, so nothing is traced: ulimit -f unlimited"
+            "limits", found, "a process's ring is smaller, so bursts of spans are lost: ulimit -f unlimited"
         )
     return Check("limits", found)
 

@@ -71,7 +71,7 @@ def test_a_setting_that_cannot_work_is_a_lack_and_the_other_checks_go_on(
 def test_a_poor_machine() -> None:
     done = preflight("--file", "/dev/null", limit="ulimit -f 1024", SGL_ASPECTS_NATIVE="off")
     assert done.returncode == 1
-    assert line(done, "limits").endswith("nothing is traced: ulimit -f unlimited")
+    assert line(done, "limits").endswith("bursts of spans are lost: ulimit -f unlimited")
     assert line(done, "compiled step path").endswith("a decode step costs 40 to 60 µs more from level 2 on")
 
 
@@ -138,3 +138,14 @@ def test_a_containers_shared_memory() -> None:
         pytest.skip(f"this machine allows no mount namespace: {done.stderr.strip()}")
     assert line(done, "shared memory").startswith("lack")
     assert "room for 8 processes' rings" in done.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts something over /proc, which only root may do")
+def test_a_container_without_proc() -> None:
+    hidden = 'mount -t tmpfs tmpfs /proc && "$@" preflight --file /dev/null; "$@" attach 1'
+    asked = [sys.executable, "-m", "sgl_aspects"]
+    done = finished("unshare", "--mount", "bash", "-c", hidden, "bash", *asked)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"this machine allows no mount namespace: {done.stderr.strip()}")
+    assert "/proc is not mounted" in line(done, "attach")
+    assert "there is no process 1 in /proc, which is not mounted" in done.stderr
