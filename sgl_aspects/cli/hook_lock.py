@@ -14,10 +14,10 @@ from pathlib import Path
 from sgl_aspects.cli.arguments import write_text
 from sgl_aspects.cli.hooks import sorted_hooks
 from sgl_aspects.engines import fingerprints
-from sgl_aspects.engines.fingerprints import Change, Fingerprint, LockedHook
+from sgl_aspects.engines.fingerprints import Change, LockedHook
 from sgl_aspects.engines.source import Source
 from sgl_aspects.errors import ConfigError
-from sgl_aspects.run.process_reports import ProcessReport
+from sgl_aspects.run.process_reports import ProcessReport, decoded
 from sgl_aspects.terminal import counted, printable
 
 _VERSION = 1
@@ -106,15 +106,7 @@ def _read(path: str) -> list[LockedHook]:
         content = json.loads(Path(path).read_text())
         if content["version"] != _VERSION:
             raise ConfigError(f"{path} was written by another version of sgl-aspects: lock the hooks again")
-        return [
-            LockedHook(
-                hook["target"],
-                hook["hook"],
-                hook["hook_type"],
-                {place: Fingerprint(*fingerprint) for place, fingerprint in hook["places"].items()},
-            )
-            for hook in content["hooks"]
-        ]
+        return [decoded(LockedHook, hook) for hook in content["hooks"]]
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path} is not there: make it with sgl-aspects hooks lock, or name it with --lock"

@@ -153,7 +153,7 @@ def read_all(folder: str | Path) -> Iterator[ProcessReport]:
             logger.warning("process %d: its latest report is shown: %s", one.process_id, answer["error"])
     for file in sorted(Path(folder).glob(f"*{SUFFIX}")):
         try:
-            found: ProcessReport = _decoded(ProcessReport, json.loads(read_small(file, _LONGEST)))
+            found: ProcessReport = decoded(ProcessReport, json.loads(read_small(file, _LONGEST)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{file} is not a report of this version: {error!r}; delete it") from error
         yield found
@@ -167,23 +167,23 @@ def _lineage(process_id: int) -> Iterator[int]:
             process_id = int(stat_of(f"/proc/{process_id}")[1])
 
 
-def _decoded(kind: Any, value: Any) -> Any:
+def decoded(kind: Any, value: Any) -> Any:
     """Return the JSON ``value`` as the ``kind`` that it was before.
 
     :raises TypeError: it is none; other exceptions likewise.
     """
     outer, inner = get_origin(kind), get_args(kind)
     if outer is tuple:
-        return tuple(_decoded(inner[0], one) for one in value)
-    if outer is Mapping:
-        return {str(name): _decoded(inner[1], one) for name, one in value.items()}
+        return tuple(decoded(inner[0], one) for one in value)
+    if outer in (Mapping, dict):
+        return {str(name): decoded(inner[1], one) for name, one in value.items()}
     if type(None) in inner:
-        return None if value is None else _decoded(inner[0], value)
+        return None if value is None else decoded(inner[0], value)
     if issubclass(kind, Enum):
         return kind[value.rpartition(".")[2].upper()]
     if fields := get_type_hints(kind):
         values = value if isinstance(value, dict) else dict(zip(fields, value, strict=True))
-        return kind(**{name: _decoded(fields[name], one) for name, one in values.items()})
+        return kind(**{name: decoded(fields[name], one) for name, one in values.items()})
     if not isinstance(value, kind):
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value
