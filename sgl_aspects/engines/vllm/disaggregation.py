@@ -19,24 +19,16 @@ from sgl_aspects.engines.contract import Observation
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1+"
+_SEEN = f"{_CONNECTOR}.update_state_after_alloc"
 _TRANSFER, _FAILED = "kv_transfer", "kv_transfer_failed"
 #: Where cached tokens came from, in the order of the attributes of ``queue``.
 _SOURCES = "host", "disk", "p2p", "external_unspecified"
 
 #: Roles of this integration's own observers.
 ROLES = {
-    "begin_transfer": Role(
-        (f"{_CONNECTOR}.update_state_after_alloc",),
-        ("connector:self", "req:request", "_", "tokens:num_external_tokens"),
-    ),
+    "begin_transfer": Role((_SEEN,), ("connector:self", "req:request", "_", "tokens:num_external_tokens")),
     # A connector names them since 0.32; the other returns nothing.
-    "name_tiers": Role(
-        (
-            f"{_CONNECTOR}.get_external_cache_hit_sources",
-            f"{_CONNECTOR}.update_state_after_alloc",
-        ),
-        ("_", "req:request"),
-    ),
+    "name_tiers": Role((f"{_CONNECTOR}.get_external_cache_hit_sources", _SEEN), ("_", "req:request")),
     "end_transfers": Role(
         (f"{_SCHEDULER}._update_from_kv_xfer_finished",), ("scheduler:self", "ended:kv_connector_output")
     ),
