@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import itertools
 import types
 import weakref
@@ -177,21 +176,6 @@ def test_a_bound_method_has_its_own_function_back_when_both_hooks_are_removed_at
     function = family.kept.__func__
     aspects.weave(around("engine:Base.m"), around("engine:made.m")).remove()
     assert family.kept.__func__ is function
-
-
-@pytest.mark.parametrize("name", ["m", "c"])
-def test_a_method_has_nothing_of_hooks_on_a_subclass_that_are_removed_after_its_own(
-    name: str, family: Any
-) -> None:
-    raw = vars(family.Base)[name]
-    function, before = getattr(raw, "__func__", raw), {**vars(raw)}
-    base, sub = (aspects.weave(around(f"engine:{owner}.{name}")) for owner in ("Base", "Sub"))
-    base.remove()
-    sub.remove()
-    assert vars(family.Base)[name] is raw
-    assert vars(raw) == before
-    assert not vars(function)
-    assert len(inspect.signature(function).parameters) == 1
 
 
 @pytest.mark.parametrize(
