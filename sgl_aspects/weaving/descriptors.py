@@ -46,7 +46,6 @@ from sgl_aspects.weaving.functions import (
     Binding,
     WovenFunction,
     WovenProxy,
-    bound,
     passing_on,
 )
 
@@ -301,14 +300,14 @@ def _bound_late(raw: Any) -> Any:
     if raw is _OBJECT_INIT:
         return calls_original(_initialise)
     if binding == "nothing":
-        return raw if callable(raw) else bound(raw, None, object)
+        return raw if callable(raw) else type(raw).__get__(raw, None, object)
     if type(raw) is types.FunctionType or isinstance(raw, CALLED_AS_BOUND):
         return raw
 
     def bind_and_call(subject: Any, /, *args: Any, **kwargs: Any) -> Any:
         from_class = binding == "class" or (binding == "either" and is_class(subject))
-        given = bound(raw, None, subject) if from_class else bound(raw, subject, type(subject))
-        return given(*args, **kwargs)
+        bound_to = (None, subject) if from_class else (subject, type(subject))
+        return type(raw).__get__(raw, *bound_to)(*args, **kwargs)
 
     return calls_original(bind_and_call)
 

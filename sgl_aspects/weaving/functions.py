@@ -289,11 +289,6 @@ Binding = Literal["nothing", "instance", "class", "either"]
 """
 
 
-def bound(raw: Any, instance: Any, owner: Any) -> Any:
-    """Return what the descriptor ``raw`` gives."""
-    return type(raw).__get__(raw, instance, owner)
-
-
 class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Wraps what another package's descriptor gives; hooks get the object that it is bound to explicitly.
 
@@ -356,7 +351,7 @@ class CallableProxy(BoundProxy):
         subject = owner if on_class else instance
         if isinstance(self.__wrapped__, CALLED_AS_BOUND):
             return self if subject is None else types.MethodType(self, subject)
-        given = bound(self.__wrapped__, instance, owner)
+        given = type(self.__wrapped__).__get__(self.__wrapped__, instance, owner)
         if callable(given):
             return BoundProxy(given, self._self_run, subject)
         _warn_of_value(self._self_place, type(given).__name__)

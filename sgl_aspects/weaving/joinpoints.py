@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 import logging
 import sys
 import types
@@ -68,11 +69,6 @@ class JoinPoint(abc.ABC):
     def installed(self) -> bool:
         """Return whether the replacement is installed; another patch may cover it."""
         return self.place.part in self.slot.occupants
-
-    @property
-    def original(self) -> Any:
-        """The object to restore."""
-        return self.slot.original
 
     @property
     def standing(self) -> Any:
@@ -163,19 +159,16 @@ class FunctionJoinPoint(JoinPoint):
 
         What is in a descriptor and no function is used elsewhere on its own: `property(len)`.
         """
-        is_original = type(self.inner) is types.FunctionType or self.inner is self.original
+        is_original = type(self.inner) is types.FunctionType or self.inner is self.slot.original
         return is_original and not self.place.inherited
-
-    @property
-    def _is_async(self) -> bool:
-        return self.woven.kind is FunctionKind.COROUTINE
 
     def add(self, advice: Advice) -> None:
         if advice.is_class_replacement:
             raise HookError(
                 f"{advice}: {self.place} is not a class: a class cannot replace it; pass a function"
             )
-        may_be_async = advice.hook_type in (HookType.OBSERVE, HookType.REPLACE) or self._is_async
+        is_async = self.woven.kind is FunctionKind.COROUTINE
+        may_be_async = advice.hook_type in (HookType.OBSERVE, HookType.REPLACE) or is_async
         if not may_be_async and FunctionKind.of(advice.hook) is FunctionKind.COROUTINE:
             raise HookError(
                 f"{advice}: the hook is async, and {self.place} is not: its callers would get a coroutine. "
@@ -195,7 +188,8 @@ class FunctionJoinPoint(JoinPoint):
         observers = [advice for advice in active if advice.hook_type is HookType.OBSERVE]
         # The last REPLACE wins; the earlier ones stay registered and apply again when it is removed.
         chain = replaces[-1:] + [advice for advice in active if advice not in replaces + observers]
-        head = build_chain(self._called, self.inner, chain, awaits=self._is_async)
+        is_async = self.woven.kind is FunctionKind.COROUTINE
+        head = build_chain(self._called, self.inner, chain, awaits=is_async)
         caller = observers[0].caller if len(observers) == 1 else None
         self.woven.set_hooks(head, tuple(map(self._observing, reversed(observers))), guarded, caller)
 
@@ -214,7 +208,7 @@ class FunctionJoinPoint(JoinPoint):
         if (installs or removes) and below is not MISSING:  # the base may have another one by now
             self.slot.original = below
             self.inner, _ = opened(self.place._replace(raw=below))
-        elif removes and self.inner is self.original and type(self.inner) is not types.FunctionType:
+        elif removes and self.inner is self.slot.original and type(self.inner) is not types.FunctionType:
             # Its owner may have removed a wrapper that was below.
             self.inner = self.slot.original = self.function.__wrapped__
         if installs or removes:
@@ -235,7 +229,7 @@ class FunctionJoinPoint(JoinPoint):
         old, new = (self.inner, self.function) if self.installed else (self.function, self.inner)
         if not self.place.inherited:
             yield Pair(before, self.standing, extra[0], exclude)
-            if not self._is_shared or self.inner is self.original:
+            if not self._is_shared or self.inner is self.slot.original:
                 return
         exclude |= {id(before), id(self.standing)}  # descriptors around old and new
         only = self.place.owner if self.place.inherited and self.installed else None
@@ -244,7 +238,7 @@ class FunctionJoinPoint(JoinPoint):
 
     @property
     def extra(self) -> Extra:  # type: ignore[override]
-        kind, inherits = type(self.original), self.place.inherited
+        kind, inherits = type(self.slot.original), self.place.inherited
         if kind not in _STAND_INS or self.place.binds_to_owner:
             return UNKNOWN
         owner: Any = self.place.owner
@@ -262,9 +256,21 @@ class FunctionJoinPoint(JoinPoint):
         key = (kind, self.place.part, inherits, self.installed, self.woven.applied, decorated)
         if key not in _baselines:
             _baselines[key] = _measure(*key)
-        outer, inner = self.count_references()
-        baseline = _baselines[key]
-        return max(outer - baseline[0], 0), max(inner - baseline[1], 0)
+        outer, inner = (max(now - then, 0) for now, then in zip(self.count_references(), _baselines[key]))
+        if outer == 1 and self._is_in_twin():
+            return 0, inner if kind is not types.FunctionType else 0
+        return outer, inner
+
+    def _is_in_twin(self) -> bool:
+        """Return whether the first of two classes made of one has it: that of a frozen dataclass lives on."""
+        owner, name = self.place.owner, self.place.name
+        if not is_class(owner):
+            return False
+        siblings: list[Any] = type.__subclasses__((*bases(owner), object)[1])  # of `object` thousands: in C
+        names = map(_NAME.__get__, siblings)
+        named = list(itertools.compress(siblings, map(_NAME.__get__(owner).__eq__, names)))
+        before = list(map(id, named)).index(id(owner)) - 1
+        return before >= 0 and current(named[before], name) is self.standing
 
     def count_references(self) -> Extra:
         """Return the numbers of references to what is installed, and to the callable in it."""
@@ -274,6 +280,7 @@ class FunctionJoinPoint(JoinPoint):
         )
 
 
+_NAME: Any = vars(type)["__name__"]
 _STAND_INS: dict[type, Callable[[Callable[[], Any]], Any]] = {
     types.FunctionType: lambda make: make(),
     classmethod: lambda make: classmethod(make()),
@@ -341,12 +348,12 @@ class ClassJoinPoint(JoinPoint):
 
     def pairs(self, before: Any, extra: Extra) -> Iterator[Pair]:
         # Referrers of a replacement from before, and its own references, are not rebound.
-        exclude = exclusions_of(self.advices, *() if before is self.original else (before,))
+        exclude = exclusions_of(self.advices, *() if before is self.slot.original else (before,))
         yield Pair(before, self.standing, extra[0], exclude.union(*(kept for kept, _ in self.own.values())))
 
     def apply(self, guarded: bool = False) -> None:
         active = [advice for advice in innermost_first(self.advices) if advice.enabled]
-        wanted = active[-1].hook if active else self.original
+        wanted = active[-1].hook if active else self.slot.original
         if wanted is self.standing:
             return
         self.stale.clear()
@@ -357,7 +364,7 @@ class ClassJoinPoint(JoinPoint):
                 self.own[wanted] = own_referrers(wanted)
             self.slot.put("", wanted)
             hooks = [advice.hook for advice in self.advices]
-            for subclass in type.__subclasses__(self.original):
+            for subclass in type.__subclasses__(self.slot.original):
                 if not any(derives(hook, subclass) for hook in hooks):
                     fault = f"the bases of {class_name(subclass)}, which was defined before; replace it, too"
                     self.stale.append(Stale(str(self.place), fault))

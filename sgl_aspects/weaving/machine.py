@@ -344,7 +344,7 @@ class Weaver:
             if earlier:
                 logger.warning("%s overrides %s; removing it restores that one", advice, earlier[-1])
             if point.installed:
-                give_original(advice.hook, point.standing, point.original)
+                give_original(advice.hook, point.standing, point.slot.original)
         self._touched[point] = None
 
     # -- 3. apply ---------------------------------------------------------------------------------------

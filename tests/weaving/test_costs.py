@@ -31,8 +31,8 @@ class C:
     def part(self): return 1
     @functools.cached_property
     def once(self): return 1
-@dataclasses.dataclass
-class Data:
+@dataclasses.dataclass(slots=True, frozen=True)
+class MadeTwice:
     x: int
     def m(self): return 1
 def __getattr__(name):
@@ -94,7 +94,7 @@ def test_an_import_costs_the_same_with_many_woven_places_as_with_few(
         ["costly.**:*", "costly.**:*.*"],
         ["costly.m2:f"],
         ["costly.m2:C.m"],
-        ["costly.m2:Data.m"],
+        ["costly.m2:MadeTwice.m"],
         ["costly.m2:later.x", "costly.m2:later.y"],
     ],
 )
