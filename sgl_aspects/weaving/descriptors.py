@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import operator
 import reprlib
 import sys
 import types
@@ -67,11 +66,12 @@ class Slot:
     :ivar superseded: the class's module ran again, and another join point has the attribute now.
     """
 
-    __slots__ = ("_place", "occupants", "original", "standing", "superseded")
+    __slots__ = ("_origin", "_place", "occupants", "original", "standing", "superseded")
 
     def __init__(self, place: AttributeReference) -> None:
         self._place = place
         self.original = self.standing = place.raw
+        self._origin = _origin_of(place.raw)
         self.superseded = False
         self.occupants: dict[str, Any] = OwnDict()
 
@@ -110,7 +110,7 @@ class Slot:
         inherits = self._place.inherited
         place = self._place._replace(raw=self.original)
         parts = OwnDict({} if inherits else self._rebound_parts(), **occupants)
-        wanted = rebuild(place, parts) if parts else self.original
+        wanted = rebuild(place, parts, self._origin) if parts else _noted(self.original, self._origin)
         present = current(owner, name)
         if self.superseded or present is not self.expected:
             logger.info("%s: another patch is there; it is left in place", self._place)
@@ -120,6 +120,8 @@ class Slot:
             setattr(owner, name, wanted)
             if current(owner, name) is present:
                 raise AttributeError(f"its type {class_name(type(owner))} ignores assignments")
+        if self.standing is not self.original:
+            _remade.pop(id(self.standing), None)
         self.occupants = occupants
         self.standing = wanted
 
@@ -325,13 +327,18 @@ def _initialise(self: Any, /, *args: Any, **kwargs: Any) -> None:
 # -- rebuilding --------------------------------------------------------------------------------------------
 
 
-def rebuild(place: AttributeReference, woven: Mapping[str, Any]) -> Any:
-    """Return the attribute at ``place`` around the callables ``woven``, by part: "" but for properties."""
+def rebuild(place: AttributeReference, woven: Mapping[str, Any], origin: Any = None) -> Any:
+    """Return the attribute at ``place`` around the callables ``woven``, by part: "" but for properties.
+
+    :param origin: what a property was before rebinding: returned where it has these functions.
+    """
     raw, owner = place.raw, place.owner
     if is_a(raw, property):
         functions = {name: getattr(raw, name) for name in PROPERTY_PARTS}
         functions.update({part or "fget": function for part, function in woven.items()})
-        return _rebuilt(raw, *functions.values())
+        return (
+            _rebuilt(raw, *functions.values()) if origin is None else _with_functions(raw, functions, origin)
+        )
     if not place.binds_to_owner:
         decorated = _decorated(place)
         if decorated is not None:
@@ -348,12 +355,35 @@ def _kind_of(raw: Any) -> type | None:
     return next((kind for kind in (property, staticmethod, classmethod) if is_a(raw, kind)), None)
 
 
+_remade: dict[int, dict[str, Any]] = {}
+"""The descriptors that rebinding has made, by id, each with the one that was there first."""
+
+
 def descriptor_anew(descriptor: Any, new: Callable[..., Any]) -> Any:
-    """Return a descriptor of the same type around new functions; itself if it has no old ones."""
+    """Return a descriptor of the same type around new functions: the first one, if it has the same."""
     parts = PROPERTY_PARTS if is_a(descriptor, property) else ("__func__",)
-    functions = [getattr(descriptor, part) for part in parts]
-    anew = [new(function) for function in functions]
-    return descriptor if all(map(operator.is_, functions, anew)) else _rebuilt(descriptor, *anew)
+    functions = {part: new(getattr(descriptor, part)) for part in parts}
+    anew = _with_functions(descriptor, functions, _origin_of(descriptor))
+    if anew is not descriptor:
+        _remade.pop(id(descriptor), None)
+    return anew
+
+
+def _origin_of(descriptor: Any) -> Any:
+    return _remade.get(id(descriptor), {}).get("origin", descriptor)
+
+
+def _with_functions(descriptor: Any, functions: Mapping[str, Any], origin: Any) -> Any:
+    for known in (descriptor, origin):
+        if all(getattr(known, part) is function for part, function in functions.items()):
+            return known
+    return _noted(_rebuilt(descriptor, *functions.values()), origin)
+
+
+def _noted(descriptor: Any, origin: Any) -> Any:
+    if descriptor is not origin:
+        _remade[id(descriptor)] = OwnDict(remade=descriptor, origin=origin)
+    return descriptor
 
 
 def _rebuilt(descriptor: Any, *functions: Any, changed: Mapping[int, Any] = MappingProxyType({})) -> Any:

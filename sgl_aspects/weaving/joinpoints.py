@@ -399,6 +399,11 @@ class JoinPoints:
                 return other
         return None
 
+    def giving(self, obj: Any) -> list[Advice]:
+        """Return the hooks that have given this object to an attribute."""
+        point = self._by_object.get(id(obj))
+        return point.advices if point is not None and point.standing is obj else []
+
     def add(self, advice: Advice, place: AttributeReference) -> JoinPoint:
         """Return a new join point with its first hook, above those made for ``place`` before."""
         place, slot = self._beneath(place)

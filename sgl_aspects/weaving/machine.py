@@ -49,6 +49,7 @@ from sgl_aspects.weaving.attributes import (
     find,
     holds,
     is_class,
+    namespace,
     resolve,
     with_nested,
 )
@@ -343,6 +344,9 @@ class Weaver:
             earlier = [one for one in point.advices[:-1] if one.hook_type is HookType.REPLACE]
             if earlier:
                 logger.warning("%s overrides %s; removing it restores that one", advice, earlier[-1])
+            owner, name = point.place.owner, point.place.name
+            for replacing in self._points.giving(owner) if name in namespace(owner) else ():
+                logger.warning("%s overrides %s of the class given by %s", advice, name, replacing)
             if point.installed:
                 give_original(advice.hook, point.standing, point.slot.original)
         self._touched[point] = None

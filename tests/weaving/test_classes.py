@@ -614,3 +614,25 @@ def test_a_reload_of_the_module(both: Any, engine: Engine) -> None:
     assert module.Scheduler is not first
     assert module.Derived().run() == ["Base", "Scheduler", "Derived"]
     assert engine.load("copier").Scheduler in (first, module.Scheduler)
+
+
+def test_replacing_a_method_that_the_replacement_defines_itself_warns(
+    both: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, plugin = both
+    source = HookSource("one", "one-dist")
+    by_class = replacing("engine:Scheduler", plugin.Better, source=source)
+    by_method = replacing_function("engine:Scheduler.run", source=HookSource("two"))
+    inherited = replacing_function("engine:Scheduler.plan", name="planned")
+    for order in ((by_class, by_method, inherited), (by_method, inherited, by_class)):
+        caplog.clear()
+        handles = [aspects.weave(advice) for advice in order]
+        assert module.Scheduler().run() == ["hook"]
+        assert module.Scheduler().plan() == ["planned"]
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        for name in ("overrides run", "one (one-dist)", "from two", "plugin.Better"):
+            assert name in warning
+        for handle in handles:
+            handle.remove()
+    assert module.Scheduler().run() == ["Base", "Scheduler"]
+    assert plugin.Better().run() == ["Base", "Scheduler", "Better"]

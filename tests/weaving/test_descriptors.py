@@ -305,3 +305,18 @@ def test_singledispatchmethod_keeps_registering(engine: Any) -> None:
         assert engine.A().dispatched("x") == ("hooked", ("str", "x"))
         assert engine.A().dispatched.register
     assert engine.A().dispatched("x") == ("str", "x")
+
+
+def test_a_hook_that_removes_a_staticmethod_copy_gives_the_identical_descriptor_back(odd: Any) -> None:
+    class Owner:
+        method = staticmethod(odd.f)
+        through_class: Any = classmethod(odd.f)
+
+    before = (vars(Owner)["method"], vars(Owner)["through_class"])  # a tuple is not rebound
+    with aspects.woven(around("engine:f", hooked)):
+        assert Owner.method(1) == ("hooked", ("f", 1))
+        assert Owner.through_class() == ("hooked", ("f", Owner))
+        assert vars(Owner)["method"] is not before[0]
+    assert vars(Owner)["method"] is before[0]
+    assert vars(Owner)["through_class"] is before[1]
+    assert before[0].__func__ is before[1].__func__ is odd.f

@@ -24,38 +24,35 @@ class Sub(Account):
 """
 
 
-def functions_of(made: property) -> tuple[Any, ...]:
-    return made.fget, made.fset, made.fdel
-
-
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 def test_a_property_that_has_its_getter_of_a_base_comes_back(order: tuple[int, ...]) -> None:
     with module_of(PROPERTY_OF_A_SUBCLASS) as module:
-        before = functions_of(module.Account.balance), functions_of(module.Sub.balance)
+        before = (vars(module.Account)["balance"], vars(module.Sub)["balance"])
         targets = ["engine:Account.balance", "engine:Sub.balance.fset", "engine:Account.balance"]
         handles = [aspects.weave(around(targets[index], hooked)) for index in order]
         assert module.Sub().balance == ("hooked", ("hooked", 1))
         for handle in handles:
             handle.remove()
-        assert (functions_of(module.Account.balance), functions_of(module.Sub.balance)) == before
-        assert not [name for name in vars(before[0][0]) if "sgl_aspects" in name]
+        assert vars(module.Account)["balance"] is before[0]
+        assert vars(module.Sub)["balance"] is before[1]
+        assert not [name for name in vars(before[0].fget) if "sgl_aspects" in name]
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_parts_of_properties_that_share_a_function_are_hooked_at_once(order: int) -> None:
     with module_of(PROPERTY_OF_A_SUBCLASS) as module:
         held = [module.Sub.balance.fset]  # so that hooks look for what refers to it
-        before = functions_of(module.Account.balance), functions_of(module.Sub.balance)
+        before = (vars(module.Account)["balance"], vars(module.Sub)["balance"])
         targets = ["engine:Account.balance", "engine:Sub.balance.fset"][::order]
         handle = aspects.weave(*(around(target, hooked) for target in targets))
         assert module.Sub().balance == module.Account().balance == ("hooked", 1)
         assert held[0](module.Sub(), 2) == ("hooked", None)
         handle.disable()
-        assert (functions_of(module.Account.balance), functions_of(module.Sub.balance)) == before
+        assert (vars(module.Account)["balance"], vars(module.Sub)["balance"]) == before
         handle.enable()
         assert module.Sub().balance == ("hooked", 1)
         handle.remove()
-        assert (functions_of(module.Account.balance), functions_of(module.Sub.balance)) == before
+        assert (vars(module.Account)["balance"], vars(module.Sub)["balance"]) == before
 
 
 FUNCTIONS = """
@@ -73,20 +70,20 @@ def test_a_property_whose_functions_are_hooked_by_any_of_their_names(
     first: str, second: str, ends: tuple[int, int]
 ) -> None:
     with module_of(FUNCTIONS) as module:
-        before = functions_of(module.Owner.value)
+        before = vars(module.Owner)["value"]
         aspects.weave(around(f"engine:{first}", hooked)).remove()
-        assert functions_of(module.Owner.value) == before
+        assert vars(module.Owner)["value"] is before
         hooks = [lambda original, *args: ("hooked", original(*args)) for _ in range(2)]
         targets = (f"engine:{first}", f"engine:{second}")
         handles = [aspects.weave(around(*one)) for one in zip(targets, hooks)]
         for handle in handles:
             handle.disable()
             handle.enable()
-        parts = module.Owner.value.fget(), module.Owner.value.fset()
+        parts = vars(module.Owner)["value"].fget(), vars(module.Owner)["value"].fset()
         assert str(parts).count("hooked") == 2
         for end in ends:
             handles[end].remove()
-        assert functions_of(module.Owner.value) == before
+        assert vars(module.Owner)["value"] is before
 
 
 FAMILY = """
