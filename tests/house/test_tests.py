@@ -19,7 +19,7 @@ LONGER = {
     "support/sglang_registry_cases.py": 655,
     "tracing/test_collector.py": 415,
     "tracing/test_current.py": 454,
-    "weaving/test_classes.py": 629,
+    "weaving/test_classes.py": 638,
     "weaving/test_hooks.py": 628,
     "weaving/test_importing.py": 740,
     "weaving/test_kinds.py": 1018,
