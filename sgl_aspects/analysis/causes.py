@@ -49,6 +49,7 @@ class Cause(Enum):
     OTHERS_PREFILL = "others' prefill in its steps"
     DECODE = "decode on the device"
     HOST = "host between forward passes"
+    STOPPED = "its server was paused, asleep or changed"
     PREEMPTED = "preempted and recomputed"
     DETOKENIZE = "detokenize"
     DELIVERY = "delivery to the caller"
@@ -91,6 +92,12 @@ class Explanation:
         total = sum(weight for _, weight in weights)
         for span_id, weight in (each for each in weights if each[0] in self.known):
             self.culprits[cause][span_id] += ns / 1e9 * weight / total
+
+    def add_unless_stopped(self, cause: Cause, ns: float, stopped_ns: float) -> None:
+        """Add time to a cause, but for the part in which the server was stopped."""
+        stopped = min(ns, stopped_ns)
+        self.add(Cause.STOPPED, stopped)
+        self.add(cause, ns - stopped)
 
     def ranked(self) -> list[tuple[Cause, float]]:
         """Return causes with their seconds, the longest first."""
@@ -303,7 +310,7 @@ class Causes:
             if own in step.members or began >= end or ended <= now:
                 continue
             if began - now > _IDLE_NS or step.span.start_ns < span.start_ns:
-                found.add(idle, began - now)
+                found.add_unless_stopped(idle, began - now, scheduler.stopped_ns(now, began))
                 now = began
             others = step.others(own)
             if others:
@@ -317,7 +324,7 @@ class Causes:
             else:
                 found.add(Cause.QUEUED_KV_ROOM, ended - now, scheduler.holders(step))
             now = ended
-        found.add(idle, end - now)
+        found.add_unless_stopped(idle, end - now, scheduler.stopped_ns(now, end))
 
     def _within_steps(self, found: Explanation, span: Span, start: int, end: int) -> None:
         """Divide a time of prefill or decode from one result of the request to the next."""
@@ -367,7 +374,7 @@ class Causes:
         scale = min(1.0, (end - start) / total) if total else 0.0
         for which, ns, culprits in parts:
             found.add(which, ns * scale, culprits)
-        found.add(Cause.HOST, end - start - total * scale)
+        found.add_unless_stopped(Cause.HOST, end - start - total * scale, scheduler.stopped_ns(start, end))
 
 
 def _names(request: Span) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,11 @@ _DECODING = "decode"
 _LEAST_USAGE = 0.05
 #: Steps of one scheduler that may be under way at once.
 _IN_FLIGHT = 16
+_STOPPING = {one.name for one in schema.PREPARATIONS.values()}
+_BEGINNING, _ENDING = (
+    {schema.PREPARATIONS[role].name for role in roles}
+    for roles in (("pause", "sleep"), ("resume", "wake_up"))
+)
 _PHASES = {*schema.PHASES, schema.PREFILL.name}
 
 
@@ -42,13 +48,18 @@ class Step:
 class Scheduler:
     """The steps of one scheduler's process, by the end of each.
 
-    ``tokens``: of the prompts and of the answers, by span ids of requests.
+    ``tokens``: of the prompts and of the answers, by span ids of requests. ``stops``: when it was stopped.
     """
 
-    def __init__(self, steps: list[Step], tokens: Mapping[str, tuple[float, float]]) -> None:
+    def __init__(
+        self,
+        steps: list[Step],
+        tokens: Mapping[str, tuple[float, float]],
+        stops: Sequence[tuple[float, float]] = (),
+    ) -> None:
         self.steps = sorted(steps, key=lambda step: step.span.end_ns)
         self._ends = [step.span.end_ns for step in self.steps]
-        self._tokens = tokens
+        self._tokens, self._stops = tokens, stops
         self._largest_batch = max((step.span.number(schema.BATCH_SIZE) for step in steps), default=0.0)
 
     @cached_property
@@ -84,6 +95,10 @@ class Scheduler:
         taken = max(step.span.number(schema.KV_USAGE) * self._capacity, sum(tokens for _, tokens in held))
         has_room = not self._capacity or self._prompt_of(request) <= self._capacity - taken
         return has_room and step.span.number(schema.BATCH_SIZE) >= self._largest_batch
+
+    def stopped_ns(self, start_ns: float, end_ns: float) -> float:
+        """Return how much of this time it was stopped."""
+        return sum(max(0, min(end, end_ns) - max(start, start_ns)) for start, end in self._stops)
 
     def ended(self, after_ns: int, until_ns: int) -> Sequence[Step]:
         """Return the steps whose results came in this time, and the one that was under way at its end."""
@@ -130,9 +145,24 @@ def schedulers_of(spans: Sequence[Span], requests: Mapping[str, Span]) -> dict[t
     tokens = _tokens(requests)
     for place, found in by_place.items():
         _add_prompts(found, prefills[place])
-    schedulers = {place: Scheduler(found, tokens) for place, found in by_place.items()}
+    stops = _stops(spans)
+    schedulers = {place: Scheduler(found, tokens, stops[place]) for place, found in by_place.items()}
     _add_device_times([span for span in spans if span.name == schema.FORWARD.name], schedulers, others)
     return schedulers
+
+
+def _stops(spans: Sequence[Span]) -> dict[tuple[str, int], list[tuple[float, float]]]:
+    """Return when processes were paused, asleep, or given new weights and the like."""
+    found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    begun: dict[tuple[str, int], int] = {}
+    for span in sorted((one for one in spans if one.name in _STOPPING), key=lambda one: one.start_ns):
+        if span.name in _BEGINNING:
+            begun.setdefault(span.place, span.start_ns)
+        elif span.place not in begun or span.name in _ENDING:
+            found[span.place].append((begun.pop(span.place, span.start_ns), span.end_ns))
+    for place, start in begun.items():
+        found[place].append((start, math.inf))
+    return found
 
 
 def _tokens(requests: Mapping[str, Span]) -> dict[str, tuple[float, float]]:

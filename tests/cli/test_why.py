@@ -73,6 +73,35 @@ def test_a_stall_names_the_trace_of_a_step_without_a_number(
     assert named <= {step["traceId"] for step in steps}
 
 
+@pytest.mark.parametrize(("stop", "go"), [("pause", "resume"), ("sleep", "wake_up"), ("update_weights", "")])
+def test_what_stops_the_server_is_a_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stop: str, go: str
+) -> None:
+    def times() -> dict[str, str]:
+        assert main(["why", "request-19", str(run.write(tmp_path / "run.jsonl"))]) == 0
+        rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()[2:]]
+        return {cells[0]: next(filter(None, cells[1:])).strip() for cells in rows if len(cells) > 1}
+
+    run = SimulatedRun(40)
+    before = times()
+    (request,) = (span for _, span in run.spans if "request-19" in str(span) and span["kind"] == 2)
+    steps = [(process, span) for process, span in run.spans if span["name"] == "scheduler.step"]
+    own = [each for each in steps if request["spanId"] in str(each[1].get("links"))]
+    process, step = own[len(own) // 2]
+    at = int(step["endTimeUnixNano"])
+    for _, span in run.spans:
+        for key, is_later in (("startTimeUnixNano", at.__le__), ("endTimeUnixNano", at.__lt__)):
+            if is_later(int(span[key])):
+                span[key] = str(int(span[key]) + 10**9)
+    for name, start, end in ((stop, 0, 10**6 if go else 10**9), (go, 10**9 - 10**6, 10**9)):
+        if name:
+            moments = {"startTimeUnixNano": str(at + start), "endTimeUnixNano": str(at + end)}
+            run.spans.append((process, {**step, **moments, "name": name, "spanId": f"{start + 1:016x}"}))
+    after = times()
+    assert after.pop("its server was paused, asleep or changed") == "1.00 s"
+    assert after == before
+
+
 def test_the_slowest_request(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", "slowest", str(file)]) == 0
     assert "request-" in capsys.readouterr().out.splitlines()[0]
