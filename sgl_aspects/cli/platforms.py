@@ -24,15 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table. If the choice fails, the error names the candidates; as JSON, too."""
+    """Print the table. If the choice fails, shows the candidates before the error."""
     try:
         choice = current_platform_choice()
     except PlatformError as error:
+        found = [(plugin.name, plugin.distribution) for plugin in find_plugins()]
+        found += [(row.name, "built-in") for row in BUILTIN_PLATFORMS]
         if arguments.json:
-            found = [(plugin.name, plugin.distribution) for plugin in find_plugins()]
-            found += [(row.name, "built-in") for row in BUILTIN_PLATFORMS]
             named = [{"name": name, "source": source} for name, source in found]
             print(json.dumps({"chosen": None, "error": str(error), "candidates": named}, indent=2))
+        else:
+            print(aligned([("PLATFORM", "FROM"), *found]))
         raise
     if arguments.json:
         print(json.dumps(as_json(choice), indent=2))
