@@ -93,11 +93,13 @@ class Explanation:
         for span_id, weight in (each for each in weights if each[0] in self.known):
             self.culprits[cause][span_id] += ns / 1e9 * weight / total
 
-    def add_unless_stopped(self, cause: Cause, ns: float, stopped_ns: float) -> None:
+    def add_unless_stopped(
+        self, cause: Cause, ns: float, stopped_ns: float, culprits: Iterable[tuple[str, float]] = ()
+    ) -> None:
         """Add time to a cause, but for the part in which the server was stopped."""
         stopped = min(ns, stopped_ns)
         self.add(Cause.STOPPED, stopped)
-        self.add(cause, ns - stopped)
+        self.add(cause, ns - stopped, culprits)
 
     def ranked(self) -> list[tuple[Cause, float]]:
         """Return causes with their seconds, the longest first."""
@@ -183,7 +185,10 @@ class Causes:
             phase = Cause.HAND_OVER
         decoded: set[str] = set()
         was_preempted = False
-        for span in self._phases(request):
+        phases = self._phases(request)
+        # A front end may hold requests back while its scheduler is stopped.
+        served = next((self._scheduler_of(span) for span in phases if span.name == _QUEUE), Scheduler([], {}))
+        for span in phases:
             start, end = max(now, span.start_ns), min(span.end_ns, request.end_ns)
             if end <= now:
                 continue
@@ -195,7 +200,7 @@ class Causes:
             elif gap is Cause.HAND_OVER:  # a scheduler takes messages between two steps
                 self._before_batch(found, span, now, start, gap)
             else:
-                found.add(gap, start - now)
+                found.add_unless_stopped(gap, start - now, served.stopped_ns(now, start))
             phase = self._add_phase(found, span, start, end, was_preempted and span.name != _DECODE)
             if span.name == _DECODE:
                 decoded.add(span.parent_id)
@@ -282,7 +287,9 @@ class Causes:
         if is_preempted:
             scheduler = self._scheduler_of(span)
             held = [each for step in self._steps_in(span) for each in scheduler.holders(step)]
-            found.add(Cause.PREEMPTED, end - start, [each for each in held if each[0] != span.parent_id])
+            others = [each for each in held if each[0] != span.parent_id]
+            stopped_ns = scheduler.stopped_ns(start, end)
+            found.add_unless_stopped(Cause.PREEMPTED, end - start, stopped_ns, others)
             return Cause.PREEMPTED
         if span.name in _WHOLE:
             cause, following = _WHOLE[span.name]

@@ -8,6 +8,7 @@ of ``Disturbances``, which says how to serve it.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -101,12 +102,14 @@ class Server:
     """A server under disturbances. ``model``: its name in requests; ``folder``: the plugin's.
 
     ``has_min_tokens``: it takes the least length of an answer; it keeps room for answers without an end.
+    ``pauses``: the paths that pause and resume it, if it has such, and the modes in which it can be paused.
     ``step``: seconds between two tokens of one request alone.
     """
 
     port: int
     folder: Path
     has_min_tokens: bool
+    pauses: Sequence[str] = ()
     model: str = "mini"
     step: float = 0.0
     numbers: dict[str, int] = field(default_factory=dict)
@@ -127,6 +130,12 @@ class Server:
         stream = self.begin(name, prompt, tokens, **more)
         stream.read()
         return stream
+
+    def post(self, path: str, body: dict[str, Any]) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        assert connection.getresponse().status == 200
+        connection.close()
 
     def mark(self, name: str) -> Path:
         """Ask the plugin for something; returns the file that is there once it does it."""
@@ -218,6 +227,18 @@ def _slow_client(server: Server) -> None:
     server.ask("slow client", _prompt(42, 8), 400, logprobs=20, rest=3 * (time.monotonic() - began))
 
 
+def _pause(server: Server, mode: str) -> None:
+    """One request is under way, another comes while nothing runs."""
+    interrupted = server.begin(f"{mode}: interrupted", _prompt(46, 16), 60)
+    interrupted.wait()
+    server.post(server.pauses[0], {"mode": mode})
+    late = server.begin(f"{mode}: late", _prompt(47, 16), 1)
+    time.sleep(PAUSE / 2)
+    server.post(server.pauses[1], {})
+    interrupted.read()
+    late.read()
+
+
 @dataclass(frozen=True)
 class Disturbance:
     """``first``: the causes one of which comes first; ``has_culprit``: because of another request."""
@@ -268,6 +289,7 @@ class Disturbances(ABC):
     options: ClassVar[Mapping[str, object]]
     model: ClassVar[Mapping[str, Any]] = {}
     has_min_tokens: ClassVar[bool] = False
+    pauses: ClassVar[Sequence[str]] = ()
 
     @classmethod
     @abstractmethod
@@ -292,7 +314,7 @@ class Disturbances(ABC):
         prefix = (sys.executable, "-m", "sgl_aspects", "run", "--level", "3", "--file", str(file), "--")
         words = [str(word) for pair in cls.options.items() for word in pair]
         with cls.serve(folder / "mini", folder / "log", prefix, words, environment) as running:
-            server = Server(running.port, folder, cls.has_min_tokens)
+            server = Server(running.port, folder, cls.has_min_tokens, cls.pauses)
             problems, seen = _disturb(server)
         return _found_in(file, server, problems, seen)
 
@@ -335,6 +357,8 @@ def _disturb(server: Server) -> tuple[dict[str, str], dict[str, list[float]]]:
             disturbance.disturb(server)
         except AssertionError as error:
             problems[disturbance.name] = str(error)
+    for mode in server.pauses[2:]:
+        _pause(server, mode)
     server.ask("short answer", _prompt(44, 8), 8, rest=1.0)
     (server.folder / "uneven").touch()
     letter = make_tokenizer().token_to_id("a")  # a part of a character would bring no chunk
