@@ -268,9 +268,9 @@ class FunctionJoinPoint(JoinPoint):
             return False
         siblings: list[Any] = type.__subclasses__((*bases(owner), object)[1])  # of `object` thousands: in C
         names = map(_NAME.__get__, siblings)
-        named = list(itertools.compress(siblings, map(_NAME.__get__(owner).__eq__, names)))
-        before = list(map(id, named)).index(id(owner)) - 1
-        return before >= 0 and current(named[before], name) is self.standing
+        named = itertools.compress(siblings, map(_NAME.__get__(owner).__eq__, names))
+        pairs = itertools.pairwise(named)
+        return any(two is owner and current(one, name) is self.standing for one, two in pairs)
 
     def count_references(self) -> Extra:
         """Return the numbers of references to what is installed, and to the callable in it."""

@@ -326,3 +326,24 @@ def test_hooks_woven_at_once_are_not_holders_of_what_they_call(engine: Any) -> N
     with aspects.woven(around("engine:f", hooked), around("engine:f", hooked)):
         assert copies[0]() == ("hooked", ("hooked", ("f", 0, 1)))
         assert aspects.report().stale == ()
+
+
+def test_a_method_of_a_class_that_orders_its_bases_itself_is_rebound(engine: Any) -> None:
+    """What comes first there need not be one of its bases."""
+
+    class First: ...
+
+    class Ordering(type):
+        def mro(cls) -> list[type]:
+            own, *others = super().mro()
+            return [own, First, *others]
+
+    class Ordered(metaclass=Ordering):
+        def m(self) -> Any:
+            return "m"
+
+    engine.Ordered, Ordered.__module__ = Ordered, "engine"
+    held = [Ordered.m]
+    with aspects.woven(around("engine:Ordered.m", hooked)):
+        assert held[0](Ordered()) == Ordered().m() == ("hooked", "m")
+    assert held[0](Ordered()) == "m"

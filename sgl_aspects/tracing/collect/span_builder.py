@@ -17,14 +17,7 @@ from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.reader import RingReader as Writer
 from sgl_aspects.tracing.export.span import UNSET, RootContext
 from sgl_aspects.tracing.records import UNFINISHED, SpanEnd, encodable
-from sgl_aspects.tracing.schema import (
-    DISAGGREGATION_MODE,
-    FOLLOWER,
-    NODE_RANK,
-    RANK,
-    SERVICE_NAME,
-    TRANSFER_BACKEND,
-)
+from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
 from sgl_aspects.tracing.variables import SpanLimits
 
 _HOST_NAME, _INSTANCE = "host.name", "service.instance.id"
@@ -135,7 +128,7 @@ class SpanBuilder:
 
     def is_follower(self, writer: Writer) -> bool:
         """Return whether it is a rank that runs another one's batches."""
-        return FOLLOWER in self._described.get(writer.name, ())
+        return schema.FOLLOWER in self._described.get(writer.name, ())
 
     def describe(self, writer: Writer, attributes: Mapping[str, Any]) -> None:
         """Add the process's own attributes to all of its spans from here on."""
