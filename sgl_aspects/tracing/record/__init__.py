@@ -36,8 +36,8 @@ folder's file ``control`` has words 32-34 as of the last `sgl-aspects control`, 
 later.
 
 Definitions are numbered from 1. Each is a 32-bit length and that many bytes of JSON: a text, a type of spans,
-``[name, {attribute: type}]``, or what ``"process"`` says, ``{attribute: value}``. One that does not parse
-still counts.
+``[name, {attribute: type}]``, or what the process says of itself, ``{attribute: value}``. One that does not
+parse still counts.
 
 Slot number n, from 1, lies at n modulo the number of slots. Its last word, the mark, is n and is written
 last: a slot with another mark is not finished, or is older. A reader checks marks first and reads the records
