@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.exchange import watched_methods
 from sgl_aspects.compat import HIDES_FRAMES
 from sgl_aspects.tracing.record import native
 from sgl_aspects.weaving import Advice, Handle, HookType, Target, report, weave
@@ -124,6 +125,26 @@ def test_a_newer_python_runs_these_tests(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout.splitlines()[-1], done.stdout
+
+
+def test_the_benchmark_finds_and_exchanges_what_is_woven(target: Any, monkeypatch: Any) -> None:
+    """It knows weaving's classes by their names, and exchanges the function that an observer is woven on."""
+    seen: list[str] = []
+
+    def step_enter(args: Any, kwargs: Any) -> None:
+        seen.append("enter")
+
+    def step_exit(token: Any, result: Any, error: Any) -> None:
+        seen.append("exit")
+
+    monkeypatch.setitem(sys.modules, "watched_target.part", target)
+    observe("Base.method", types.SimpleNamespace(enter=step_enter, exit=step_exit))
+    (method,) = watched_methods("watched_target")
+    for run, times in ((method.on, 1), (method.off, 0)):
+        method.run = run
+        seen.clear()
+        assert target.Base().method(1) == ["base", 1]
+        assert seen == ["enter", "exit"] * times
 
 
 @in_c
