@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -56,8 +57,11 @@ def _make_in(parent: str | None) -> str:
     folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
     try:
         clock.begin(folder)
+        if (sealed := seal_run(folder)) is None:
+            raise OSError(errno.ENOLCK, "its file system has no locks")
+        os.close(sealed)
     except OSError:
-        os.rmdir(folder)
+        remove_run_folder(folder)
         raise
     return folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import sys
@@ -123,3 +124,31 @@ def test_a_file_that_another_run_writes_is_refused_and_stays_whole(
     assert "of-the-first" in path.read_text()
     assert command(*program).stdout == "ran\n"
     assert "of-the-first" not in path.read_text()
+
+
+@pytest.mark.parametrize(("exporter", "names_of"), KINDS)
+def test_a_file_system_without_locks_takes_spans(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    exporter: type[Any],
+    names_of: Callable[[Path], list[str]],
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    for name in ("flock", "lockf", "fcntl"):
+        monkeypatch.setattr(fcntl, name, refuse)
+    writer: SpanExporter = exporter(str(tmp_path / "file"))
+    writer.export([span("a")])
+    writer.shutdown()
+    assert names_of(tmp_path / "file") == ["a"]
+
+
+def test_a_named_pipe_is_refused(tmp_path: Path) -> None:
+    """Spans that nobody reads would count as delivered; a pipe that is standard output has its reader."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    refused = command("run", f"--file={path}", "--", sys.executable, "-c", "print('ran')")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"{path}: it is a named pipe; name a file, or write to /dev/stdout" in refused.stderr
+    assert command("run", "--file=/dev/stdout", "--", sys.executable, "-c", "").returncode == 0  # a pipe, too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import multiprocessing
 import os
 import resource
@@ -110,6 +111,26 @@ def test_a_folder_whose_name_is_not_utf8_may_hold_the_run(
         begin(session, "r")()
     assert Path(session.run_folder).parent == place
     assert session.close().exported == {"otlp-json-file": 1}
+
+
+def test_a_folder_without_file_locks_does_not_hold_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network's, for example: a collector could not tell which processes live, and recorded nothing."""
+    flock = fcntl.flock
+
+    def lacking(descriptor: int, kind: int) -> None:
+        if str(tmp_path) not in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lacking)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert Path(run_folder.make_run_folder()).parent == tmp_path
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    with pytest.raises(ConfigError, match=r"no locks\); set TMPDIR to a folder that can"):
+        run_folder.make_run_folder()
 
 
 @pytest.mark.parametrize("lacks", ["f_bavail", "f_favail"])

@@ -17,8 +17,8 @@ _WRITERS = 1 << 62
 
 
 class SharedFile:
-    """Truncate ``path`` unless ``append``. Raises ``OSError`` if it cannot be written, or is to be truncated
-    while another process has it open.
+    """Truncate ``path`` unless ``append``. Raises ``OSError`` if it cannot be written, is a named pipe, or is
+    to be truncated while another process has it open.
 
     A new file is for this user only. What a killed collector had begun to write after the last whole line is
     removed.
@@ -26,9 +26,13 @@ class SharedFile:
 
     def __init__(self, path: str, *, append: bool = False) -> None:
         self._descriptor = private(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        self.is_regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+        mode = os.fstat(self._descriptor).st_mode
+        self.is_regular = stat.S_ISREG(mode)
         self.is_closed = False
         try:
+            if stat.S_ISFIFO(mode) and not os.path.islink(path):
+                # Its reader would see the end as soon as the first of several writers closes it.
+                raise OSError(errno.ESPIPE, "it is a named pipe; name a file, or write to /dev/stdout")
             if self.is_regular:
                 self._take(append=append)
         except OSError:
@@ -68,12 +72,16 @@ class SharedFile:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:
-        """Lock out other collectors; returns the file's size, 0 for a pipe."""
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        """Lock out other collectors, where there are locks; returns the file's size, 0 for a pipe."""
+        self._lock(fcntl.LOCK_EX)
         try:
             yield os.fstat(self._descriptor).st_size if self.is_regular else 0
         finally:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._lock(fcntl.LOCK_UN)
+
+    def _lock(self, kind: int) -> None:
+        with contextlib.suppress(OSError):  # Lustre without `-o flock`, NFS whose lock service is not reached
+            fcntl.flock(self._descriptor, kind)
 
     def read(self, size: int, position: int) -> bytes:
         return os.pread(self._descriptor, size, position)
