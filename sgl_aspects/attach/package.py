@@ -92,6 +92,8 @@ def bring(executable: str, parent: Path) -> None:
     left_out = shutil.ignore_patterns(*_LEFT_OUT)
     try:
         for name, source in (("sgl_aspects", Path(sgl_aspects.__file__).parent), *_others()):
+            if not source.is_dir():
+                raise AttachError(f"{source} is in an archive: install sgl-aspects with pip to attach")
             shutil.copytree(source, folder / name, ignore=left_out)
     except OSError as error:
         # shutil's own has a text for each file.

@@ -14,10 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
+import sgl_aspects
 from sgl_aspects.attach.operation import Run
 from sgl_aspects.attach.process_tree import Process, engine_of, engine_tree, read_process
 from sgl_aspects.attach.ptrace import stopped
 from sgl_aspects.attach.rights import Facts, refusal
+from sgl_aspects.cli.main import main
 from sgl_aspects.errors import AttachError
 from tests.support.attachable import command, running
 from tests.support.tree import PACKAGE
@@ -110,6 +112,15 @@ def test_a_folder_without_room_for_the_modules_is_one_line(tmp_path: Path) -> No
         assert len(done.stderr.splitlines()) == 1
         assert done.returncode == 2
         assert program.states == ["original"]
+
+
+def test_a_package_in_an_archive_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sgl_aspects, "__file__", "/app.pyz/sgl_aspects/__init__.py")
+    with running(tmp_path) as program:
+        assert main(["attach", str(program.id), "--force", "--file=/dev/null"]) == 2
+    assert "/app.pyz/sgl_aspects is in an archive: install" in capsys.readouterr().err
 
 
 def test_shared_memory_that_takes_no_modules_is_not_begun_with(
