@@ -319,17 +319,18 @@ class Causes:
             if began - now > _IDLE_NS or step.span.start_ns < span.start_ns:
                 found.add_unless_stopped(idle, began - now, scheduler.stopped_ns(now, began))
                 now = began
-            others = step.others(own)
+            others = culprits = step.others(own)
             if others:
-                found.add(Cause.QUEUED_PREFILL, ended - now, others)
+                cause = Cause.QUEUED_PREFILL
             elif idle is not Cause.QUEUED_IDLE:
-                found.add(idle, ended - now)
+                cause = idle
             elif step.span.start_ns < span.start_ns:  # it could not be in this one
-                found.add(Cause.QUEUED_STEP, ended - now)
+                cause = Cause.QUEUED_STEP
             elif scheduler.was_batch_full(step, own):
-                found.add(Cause.QUEUED_BATCH_FULL, ended - now, [(one, 1.0) for one in sorted(step.members)])
+                cause, culprits = Cause.QUEUED_BATCH_FULL, [(one, 1.0) for one in sorted(step.members)]
             else:
-                found.add(Cause.QUEUED_KV_ROOM, ended - now, scheduler.holders(step))
+                cause, culprits = Cause.QUEUED_KV_ROOM, scheduler.holders(step)
+            found.add_unless_stopped(cause, ended - now, scheduler.stopped_ns(now, ended), culprits)
             now = ended
         found.add_unless_stopped(idle, end - now, scheduler.stopped_ns(now, end))
 
@@ -381,7 +382,8 @@ class Causes:
         scale = min(1.0, (end - start) / total) if total else 0.0
         for which, ns, culprits in parts:
             found.add(which, ns * scale, culprits)
-        found.add_unless_stopped(Cause.HOST, end - start - total * scale, scheduler.stopped_ns(start, end))
+        stopped_ns = scheduler.stopped_ns(start, end, is_running=True)
+        found.add_unless_stopped(Cause.HOST, end - start - total * scale, stopped_ns)
 
 
 def _names(request: Span) -> Iterator[str]:

@@ -96,9 +96,15 @@ class Scheduler:
         has_room = not self._capacity or self._prompt_of(request) <= self._capacity - taken
         return has_room and step.span.number(schema.BATCH_SIZE) >= self._largest_batch
 
-    def stopped_ns(self, start_ns: float, end_ns: float) -> float:
-        """Return how much of this time it was stopped."""
-        return sum(max(0, min(end, end_ns) - max(start, start_ns)) for start, end in self._stops)
+    def stopped_ns(self, start_ns: float, end_ns: float, *, is_running: bool = False) -> float:
+        """Return how much of this time it was stopped; for a running request, after the steps that go on."""
+        stops = self._halts if is_running else self._stops
+        return sum(max(0, min(end, end_ns) - max(start, start_ns)) for start, end in stops)
+
+    @cached_property
+    def _halts(self) -> list[tuple[float, float]]:
+        ends = [0, *self._ends]
+        return [(max(start, ends[bisect.bisect_right(ends, end) - 1]), end) for start, end in self._stops]
 
     def ended(self, after_ns: int, until_ns: int) -> Sequence[Step]:
         """Return the steps whose results came in this time, and the one that was under way at its end."""

@@ -257,3 +257,22 @@ def test_a_request_that_a_second_scheduler_took_over_hides_no_steps_of_the_first
     spans = [request("a", 0, 90), request("b", 0, 90), *phases("a", 0, 5, 10, 15), *phases("b", 0, 5, 10, 90)]
     spans += [moved, step(5, 10, ["a"]), step(10, 40, ["b"])]
     assert 10 * MS in [each.start_ns for each in Causes(spans).steps()]
+
+
+def test_a_pause_that_lets_running_requests_end_stops_those_that_wait() -> None:
+    """The host's time between two of the steps that go on is no stop; what follows the last of them is."""
+    spans = [
+        request("running", 0, 420, output=4),
+        *phases("running", 0, 5, 100, 415),
+        step(5, 100, ["running"], "extend"),
+        *(step(start, start + 80, ["running"]) for start in (120, 220)),
+        step(400, 415, ["running"]),
+        *(span(name, at, at + 1, trace=name) for name, at in (("pause", 110), ("resume", 390))),
+        request("late", 150, 500, output=1),
+        *phases("late", 150, 420, 490, 490),
+        step(420, 490, ["late"], "extend"),
+    ]
+    causes = Causes(spans)
+    running, late = (causes.explain(causes.find(rid)[0]).seconds for rid in ("running", "late"))
+    assert running[Cause.STOPPED] == pytest.approx((391 - 300) / 1000)
+    assert late[Cause.STOPPED] == pytest.approx((391 - 150) / 1000)
