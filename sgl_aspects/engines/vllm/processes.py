@@ -123,7 +123,7 @@ def observers(trackers: Lifecycle) -> Iterable[Observation]:
             return
         told = " ".join([env.text(_RUN) or "", *(str(int(each)) for each in current)])
         request.trace_headers = {**(request.trace_headers or {}), _CARRIED: told}
-        trackers.calls.sent_away(request.request_id)
+        trackers.calls.sent_away(request.request_id, rank)
 
     def count_times(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         request = answered(args, kwargs)

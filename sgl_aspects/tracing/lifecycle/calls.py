@@ -85,7 +85,7 @@ class Call:
     ends_with_output: bool = True
     ends_with_exchange: bool = False
     is_attached: bool = False
-    is_elsewhere: bool = False  # its scheduler is on another host
+    elsewhere: int | None = None  # its scheduler's number, if that is on another host
     #: Its front end is not Python: it begins and ends where its scheduler gets it and ends it.
     is_here: bool = False
     is_group: bool = False
@@ -146,6 +146,8 @@ class CallTracker:
         self._parts = {type: recorder.spans(type) for type in parts}
         self._write_detokenize = recorder.spans(DETOKENIZE)
         self._phases = {type: recorder.spans(type) for type in (QUEUE, PREFILL, DECODE)}
+        #: By scheduler on another host: what its clock is behind this one's, in nanoseconds, at most.
+        self._clocks: dict[int, int] = {}
         reader = engine.reader
         self._rids = reader("request.rids")
         self._response_id = reader("request.response_id")
@@ -299,21 +301,24 @@ class CallTracker:
         """Record that the request is about to be handed to the scheduler."""
         self._recorder.write(RequestSent(call.span_id))
 
-    def sent_away(self, rid: str) -> None:
+    def sent_away(self, rid: str, scheduler: int) -> None:
         """Note that the request's scheduler is on another host; no-op if it is not open."""
         if call := self.live.get(rid):
-            call.is_elsewhere = True
+            call.elsewhere = scheduler
 
     def add_times(self, rid: str, times: Sequence[float]) -> None:
         """Record how long the phases of a request took on another host, for its attributes: no spans.
 
-        ``times``: when each began, and the last one ended: now. In seconds of the other host's clock.
+        ``times``: when each began, and the last one ended, in seconds of the other host's clock. That is set
+        by the answer that came soonest: others wait for this process. No request is queued before it begins.
         """
         call = self.live.get(rid)
-        if call is None or not call.is_elsewhere or not all(times):
+        if call is None or call.elsewhere is None or not all(times):
             return
-        key, now = call.span_id, monotonic_ns()
-        starts = [now - int((times[-1] - time) * 1e9) for time in times]
+        key, clock = call.span_id, monotonic_ns() - int(times[-1] * 1e9)
+        self._clocks[call.elsewhere] = clock = min(clock, self._clocks.get(call.elsewhere, clock))
+        clock = max(clock, call.start_ns - int(times[0] * 1e9))
+        starts = [int(time * 1e9) + clock for time in times]
         for (type, write), start_ns, end_ns in zip(self._phases.items(), starts, starts[1:]):
             write(0, key, key, start_ns, end_ns, (None,) * len(type.attributes))
 
