@@ -50,10 +50,16 @@ class CollectorState(NamedTuple):
     is_alive: bool
     was_restarted: bool
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Return whether it lives where this process sees none of its processes: in another container."""
+        return self.is_alive and not self.process_id
+
     def __str__(self) -> str:
         if not self.is_alive:
             return "not running"
-        return f"pid {self.process_id}" + (", restarted" if self.was_restarted else "")
+        where = "in another container" if self.is_elsewhere else f"pid {self.process_id}"
+        return where + (", restarted" if self.was_restarted else "")
 
 
 def collector_state(folder: str | Path) -> CollectorState | None:

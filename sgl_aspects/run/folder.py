@@ -160,13 +160,18 @@ def runs() -> list[Path]:
     return list(dict.fromkeys(path for _, path in sorted(found)))
 
 
-def describe_run(folder: Path, process_ids: Sequence[int]) -> str:
-    """Return a run's folder, its age, these processes of it, and the command line of the first."""
+def describe_run(folder: Path, process_ids: Sequence[int], *, is_elsewhere: bool = False) -> str:
+    """Return a run's folder, its age, these processes of it, and the command line of the first.
+
+    ``is_elsewhere``: it is another container's, with processes that have these ids only there.
+    """
     try:
         words = Path(f"/proc/{process_ids[0]}/cmdline").read_bytes().split(b"\0")
         command = b" ".join(words).decode(errors="replace").strip()[:_LONGEST_COMMAND]
     except OSError:
         command = "ended"
+    if is_elsewhere:
+        command = "of another container"
     seconds = time.time() - clock.begun(folder)
     age = next(
         f"{seconds / unit:.0f} {name}" for name, unit in _UNITS.items() if seconds >= 2 * unit or unit == 1

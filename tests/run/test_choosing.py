@@ -74,6 +74,26 @@ def test_several_live_runs_are_listed(folders: list[Path], capsys: pytest.Captur
         recorder.close()
 
 
+def test_of_containers_that_share_memory_each_sees_its_own_run(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Linux says 0 for the holder of a lock that has no id here. Its processes' ids are others' here."""
+    (folders[1] / "collector.lock").touch()
+    monkeypatch.setattr("sgl_aspects.run.collector.lock_holder", lambda _: 0)
+    recorder = RingRecorder(str(folders[1]), 1)
+    assert recorder.open()
+    try:
+        assert main(["control"]) == 0
+        assert main(["control", "--run", str(os.getpid())]) == 0
+        assert "collector" not in capsys.readouterr().out
+        assert main(["control", "--run", str(folders[1])]) == 0
+        assert "collector: in another container" in capsys.readouterr().out
+        assert main(["control", "--run", str(OTHER)]) == 2
+        assert capsys.readouterr().err.endswith(": of another container\n")
+    finally:
+        recorder.close()
+
+
 def test_a_run_without_its_flag_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["control", "4711"])

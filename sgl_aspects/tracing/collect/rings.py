@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.run.collector import collector_state
 from sgl_aspects.run.folder import describe_run, runs
 from sgl_aspects.tracing.collect.reader import RingReader
 from sgl_aspects.tracing.record import format as layout
@@ -35,9 +36,11 @@ def rings(folder: str | None = None, process_id: int | None = None) -> Iterator[
             f"or name the folder of a run{_listed(found)}"
         )
     readable = [ring for path in found if (ring := _opened(path)) is not None]
-    # a crashed run's leftovers do not count while another run is alive
+    # a crashed run's leftovers do not count while another run is alive, nor those of other containers that
+    # share the folder (docker run --ipc=host) while there is one here
     if len({ring.path.parent for ring in readable}) > 1:
         living = {ring.path.parent for ring in readable if ring.is_alive()}
+        living = {run for run in living if not _is_elsewhere(run)} or living
         for ring in [ring for ring in readable if living and ring.path.parent not in living]:
             readable.remove(ring)
             ring.close()
@@ -66,4 +69,12 @@ def _listed(found: Sequence[Path]) -> str:
     processes: dict[Path, list[int]] = {}
     for ring in found:
         processes.setdefault(ring.parent, []).append(int(ring.name.partition("-")[0]))
-    return "".join(f"\n  - {describe_run(run, sorted(ids))}" for run, ids in processes.items())
+    return "".join(
+        f"\n  - {describe_run(run, sorted(ids), is_elsewhere=_is_elsewhere(run))}"
+        for run, ids in processes.items()
+    )
+
+
+def _is_elsewhere(run: Path) -> bool:
+    state = collector_state(run)
+    return state is not None and state.is_elsewhere
