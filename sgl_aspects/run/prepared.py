@@ -7,6 +7,7 @@ path of a script into it and sends the signal, which an idle process takes as we
 """
 
 import _thread
+import atexit
 import contextlib
 import fcntl
 import os
@@ -119,6 +120,13 @@ def _run(path: str) -> None:
 def _fail(path: str, error: BaseException) -> None:
     with contextlib.suppress(OSError), open(path + FAILED, "w", encoding="utf-8") as file:
         file.write(f"{type(error).__name__}: {error}")
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Ignore the signal from here on: the interpreter restores its default, which would end the process."""
+    if _blocks:
+        signal.signal(signal_number(), signal.SIG_IGN)
 
 
 def _in_child() -> None:

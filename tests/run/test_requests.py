@@ -89,6 +89,22 @@ def test_a_process_that_can_start_no_thread_goes_on(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == [f"{prepared.block_prefix()}{process.pid}"]
 
 
+_ENDING = """
+import os, sys
+from sgl_aspects.run import prepared
+prepared.prepare(sys.argv[1])
+class Last:
+    def __del__(self, kill=os.kill, process=os.getpid(), number=prepared.signal_number()):
+        kill(process, number)
+last = Last()
+"""
+
+
+def test_a_process_that_is_asked_while_its_interpreter_ends_is_not_killed(tmp_path: Path) -> None:
+    """As by `sgl-aspects detach` while a server shuts down: it may still have things to write."""
+    assert subprocess.run([sys.executable, "-c", _ENDING, str(tmp_path)], timeout=60).returncode == 0
+
+
 def test_a_process_with_a_module_named_like_one_of_pythons_says_so(tmp_path: Path) -> None:
     """As from a file json.py beside the program."""
     code = f"import sys, types; sys.modules['json'] = types.ModuleType('json'){IDLE}"
