@@ -211,13 +211,16 @@ def test_four_writers_are_all_accounted_for(
     reader.close()
 
 
-def test_a_ring_is_smaller_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_ring_is_smaller_where_memory_is_short(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Writing to an unreserved page would end the engine with SIGBUS."""
     allocate = os.posix_fallocate
 
     def short(descriptor: int, offset: int, size: int) -> None:
         if size > 1 << 20:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         allocate(descriptor, offset, size)
 
     monkeypatch.setattr(os, "posix_fallocate", short)

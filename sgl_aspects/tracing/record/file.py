@@ -158,8 +158,8 @@ def _allocate(descriptor: int) -> int:
             os.posix_fallocate(descriptor, 0, layout.SLOTS_OFFSET + slots * layout.SLOT_BYTES)
             return slots
         except OSError as error:
-            # EFBIG: a limit on the size of this process's files (`ulimit -f`)
-            if error.errno not in (errno.ENOSPC, errno.EFBIG) or slots <= layout.FEWEST_SLOTS:
+            # EFBIG: a limit on the size of this process's files (`ulimit -f`); EDQUOT: its user's quota
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT) or slots <= layout.FEWEST_SLOTS:
                 raise
             os.ftruncate(descriptor, 0)
             slots //= 2
