@@ -152,3 +152,12 @@ def test_a_named_pipe_is_refused(tmp_path: Path) -> None:
     assert (refused.returncode, refused.stdout) == (2, "")
     assert f"{path}: it is a named pipe; name a file, or write to /dev/stdout" in refused.stderr
     assert command("run", "--file=/dev/stdout", "--", sys.executable, "-c", "").returncode == 0  # a pipe, too
+
+
+def test_a_file_that_another_container_writes_is_not_said_to_be_process_0s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux says 0 for the holder of a lock that has no id here, and less for one on another host."""
+    monkeypatch.setattr("sgl_aspects.tracing.export.shared_file.lock_holder", lambda *_: 0)
+    with pytest.raises(OSError, match="another container or host writes to it; name another file"):
+        OtlpJsonFileExporter(str(tmp_path / "file"))

@@ -56,7 +56,8 @@ class SharedFile:
         except OSError:
             return  # a file system without locks
         if process_id is not None:
-            what = f"process {process_id} of another run writes to it; name another file, or end that run"
+            who = f"process {process_id} of another run" if process_id > 0 else "another container or host"
+            what = f"{who} writes to it; name another file, or end that run"
             raise OSError(errno.EBUSY, what)
 
     def _cut_off(self, size: int) -> None:
