@@ -75,12 +75,12 @@ def hide_frame(code: types.CodeType, *lines: int) -> types.CodeType:
     Until its instruction RESUME has run, CPython takes a frame for one that is not complete: tracebacks,
     `sys._getframe`, warnings and trace functions leave it out. RESUME is moved from the beginning to each
     of these, `pass` or a text, which compiles to one instruction NOP; a profiler sees the call begin there.
-    All others get no line, so a debugger does not stop at them. Code that has no such NOP is returned
-    unchanged.
+    Trace functions expect a line there and where the frame ends; all others get none, so a debugger does not
+    stop at them. Code that has no such NOP is returned unchanged.
     """
     if not HIDES_FRAMES:
         return code
-    nop, resume = opcode.opmap["NOP"], opcode.opmap["RESUME"]
+    nop, resume, *ends = (opcode.opmap[name] for name in ("NOP", "RESUME", "RETURN_VALUE", "RAISE_VARARGS"))
     instructions = bytearray(code.co_code)
     marked = [begin for begin, _, at in code.co_lines() if at in lines]
     begin = instructions[::2].index(resume) * 2
@@ -90,7 +90,7 @@ def hide_frame(code: types.CodeType, *lines: int) -> types.CodeType:
     for one in marked:
         instructions[one : one + 2] = resume, 0
     # An entry for each instruction, as CPython's Objects/locations.md says: on the first line, or on none.
-    table = [b"\xe8\0" if one in marked else b"\xf8" for one in range(0, len(instructions), 2)]
+    table = [b"\xe8\0" if one in (resume, *ends) else b"\xf8" for one in instructions[::2]]
     return code.replace(co_code=bytes(instructions), co_linetable=b"".join(table))
 
 

@@ -262,6 +262,28 @@ def test_a_profiler_sees_as_many_calls_end_as_begin(mod: Any) -> None:
         assert events.count(("call", name)) == events.count(("return", name)) == 2
 
 
+@pytest.mark.parametrize("kind", [HookType.OBSERVE, HookType.BEFORE, HookType.AFTER, HookType.AROUND])
+def test_a_trace_function_is_given_a_line_with_each_event(mod: Any, kind: HookType) -> None:
+    events: list[tuple[str, str, int | None]] = []
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        events.append((event, frame.f_code.co_name, frame.f_lineno))
+        return trace
+
+    hook = {HookType.OBSERVE: Watch(), HookType.AROUND: lambda original, *args: original(*args)}
+    with aspects.woven(advice("debugged:*", kind, hook.get(kind, lambda *args: None))):
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            for function in (mod.f, mod.fail):
+                with contextlib.suppress(ValueError):
+                    function(1)
+        finally:
+            sys.settrace(before)
+    assert {("call", "f"), ("return", "fail")} <= {event[:2] for event in events}
+    assert not [event for event in events if event[2] is None]
+
+
 one = fixture_of("def f(x=1): return ('f', x)")
 
 
