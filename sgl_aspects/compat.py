@@ -11,6 +11,7 @@ import opcode
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
@@ -230,6 +231,19 @@ def histogram_recorder(histogram: Any, attributes: Mapping[str, str]) -> Callabl
             aggregate(measurement, False)
 
     return record_all
+
+
+def gather_under(reader: Any, lock: AbstractContextManager[Any], after: Callable[[], None]) -> None:
+    """Have a metric reader gather its figures, and call ``after`` then, while it holds ``lock``."""
+    gather = reader._collect
+
+    def gathered(*args: Any, **options: Any) -> Any:
+        with lock:
+            found = gather(*args, **options)
+            after()
+            return found
+
+    reader._collect = gathered
 
 
 # -- torch.compile ------------------------------------------------------------------------------------------

@@ -228,3 +228,20 @@ def test_each_call_of_a_module_is_a_range_until_that_is_undone() -> None:
     assert ends == sorted(ends, reverse=True)
     assert [found[name].kind for name in names] == ["operator"] * 3
     assert len({found[name].operator_id for name in names}) == 3
+
+
+def test_a_metric_reader_gathers_under_a_lock_and_sends_without() -> None:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    lock, held = threading.Lock(), []
+
+    class Reader(InMemoryMetricReader):
+        def _receive_metrics(self, *args: Any, **options: Any) -> None:
+            held.append(lock.locked())
+
+    reader = Reader()
+    MeterProvider([reader], shutdown_on_exit=False).get_meter("m").create_counter("c").add(1)
+    compat.gather_under(reader, lock, lambda: held.append(lock.locked()))
+    reader.collect()
+    assert held == [True, False]

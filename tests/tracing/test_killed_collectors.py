@@ -21,7 +21,7 @@ from sgl_aspects.tracing.record.ring_recorder import RingRecorder
 from sgl_aspects.tracing.records import ProcessDescribed, SpanEnd
 from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, FOLLOWER, RANK, STEP
 from tests.support.collectors import has_delivered, kill_collector
-from tests.support.otlp_receiver import http_receiver
+from tests.support.otlp_receiver import http_receiver, points_of
 from tests.support.processes import wait_until
 from tests.support.sessions import REQUEST, begin, read_file, run_scheduler
 
@@ -109,6 +109,7 @@ def test_the_next_collector_knows_processes_whose_description_was_overwritten(
     """Of two ranks that run the same batches one follows: its steps remain uncounted."""
     monkeypatch.setattr(ring_format, "SLOTS", 256)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
     with http_receiver() as backend:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", backend.endpoint)
         session = attach(endpoint=backend.endpoint)
@@ -127,6 +128,7 @@ def test_the_next_collector_knows_processes_whose_description_was_overwritten(
         for _ in range(4):
             steps(100)
             wait_until(lambda: has_delivered(session))
+        wait_until(lambda: [point.count for point in backend.points("sgl_aspects.step.duration")] == [400])
         kill_collector(session)
         steps(10)
         wait_until(lambda: len(backend.named("scheduler.step")) == 820)
@@ -136,3 +138,37 @@ def test_the_next_collector_knows_processes_whose_description_was_overwritten(
     assert {span.attributes.get(RANK) for span in spans[-20:]} == {"tp0", "tp1"}
     assert {span.resource.get(DISAGGREGATION_MODE) for span in spans[-20:]} == {"decode"}
     assert [point.count for point in backend.points("sgl_aspects.step.duration")] == [10]
+
+
+@pytest.mark.parametrize(("metrics_ms", "spans_ms"), [(100, 3_600_000), (3_600_000, 100)])
+def test_metrics_count_once_what_a_killed_collector_had_read(
+    monkeypatch: pytest.MonkeyPatch, metrics_ms: int, spans_ms: int
+) -> None:
+    """It is killed when the metrics are exported and no span is, and when only the spans are."""
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", str(metrics_ms))
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", str(spans_ms))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "delta")
+    with http_receiver() as backend:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", backend.endpoint)
+        session = attach(endpoint=backend.endpoint)
+
+        def counted() -> tuple[int, ...]:
+            messages = list(backend.metric_requests)
+            names = ("gen_ai.server.request.duration", "sgl_aspects.step.duration")
+            return tuple(
+                sum(point.count for each in messages for point in points_of(each, name)) for name in names
+            )
+
+        def serve(count: int) -> None:
+            for number in range(count):
+                begin(session, f"r{number}")()
+                step, now = session.recorder.new_id(), time.monotonic_ns()
+                session.recorder.spans(STEP)(step, step, 0, now, now + 1, [number, "decode", 1, 1, 0, 1, 0.5])
+
+        serve(20)
+        wait_until(lambda: counted() == (20, 20) if metrics_ms == 100 else has_delivered(session))
+        kill_collector(session)
+        serve(5)
+        session.close()
+    assert counted() == (25, 25)
+    assert len({span.span_id for span in backend.spans}) == 50

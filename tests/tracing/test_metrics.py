@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -242,7 +243,7 @@ def test_the_next_run_may_have_the_port_at_once(tmp_path: Path, port: int) -> No
             wait_until(lambda: shown(port, "target_info") == 1)
 
 
-def test_a_collector_started_again_counts_nothing_twice(
+def test_a_collector_started_again_counts_everything_once(
     receiver: Receiver, port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", str(port))
@@ -252,6 +253,7 @@ def test_a_collector_started_again_counts_nothing_twice(
         record_request(session)
         recorder.spans(STEP)(5, 5, 0, 0, SECOND, [1, "decode", 4, 4, 3, 2, 0.5])
         wait_until(lambda: shown(port, "sgl_aspects_step_duration_seconds_count") == 1)
+        wait_until(lambda: shown(port, "gen_ai_server_request_duration_seconds_count") == 1)
         wait_until(lambda: has_delivered(session))
         kill_collector_for_good(session)
         wait_until(lambda: page(port) == "")
@@ -270,14 +272,14 @@ def test_drops_are_counted_once_over_restarts(tmp_path: Path) -> None:
     from sgl_aspects.tracing.collect.reported_metrics import CollectorMetrics
 
     class Reader:
-        dropped = 0
+        dropped, lock, positions = 0, threading.Lock(), dict
 
     def counted(reader: Reader) -> float:
         from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
         memory = InMemoryMetricReader()
         metrics = CollectorMetrics(str(tmp_path), [memory], Resource({}))
-        metrics.watch(reader, [])  # type: ignore[arg-type]
+        metrics.watch(reader, list, [])  # type: ignore[arg-type]
         values = []
         for further in (5, 0):
             reader.dropped += further

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -99,6 +99,7 @@ class Joiner:
         self._sent: list[str] = []  # ids of the requests sent in this pass
         self._held: list[tuple[Writer, SpanEnd]] = []
         self._held_before: list[tuple[Writer, SpanEnd]] = []
+        self._held_earlier: Collection[int] = ()
         self._is_replaying = False
         #: When the last process was woven: requests that began before are seen in part.
         self.woven_ns = 0.0
@@ -135,12 +136,17 @@ class Joiner:
         """Return the run's service, host and role, as far as its processes have told."""
         return self._builder.about_the_run()
 
-    def replay(self, records: Iterable[tuple[Writer, Record]]) -> None:
+    def held(self) -> list[int]:
+        """Return the ids of the requests whose end was read and is not counted yet."""
+        return [record.span_id for _, record in (*self._held_before, *self._held)]
+
+    def replay(self, records: Iterable[tuple[Writer, Record]], held: Collection[int]) -> None:
         """Restore the open requests from the records that an earlier collector took; emits nothing.
 
-        The spans held for undecided requests are held again.
+        The spans held for undecided requests are held again. ``held``: the requests that are not counted,
+        though the records of their ends are.
         """
-        self._is_replaying = True
+        self._is_replaying, self._held_earlier = True, held
         for writer, record in records:
             self.add(writer, record)
         for _ in range(3):
@@ -317,6 +323,7 @@ class Joiner:
                 is_remote = False
         elif root.begin is not None:
             root.end_ns = end_ns
+            root.is_counted = writer.is_counted and span_id not in self._held_earlier
             self._held.append((writer, record))
             return True
         else:
@@ -350,7 +357,7 @@ class Joiner:
         if record.end_ns >= self._detaching_ns or (record.error == UNFINISHED and writer.was_detached):
             attributes[DETACHED_FLAG] = True
         in_part = ATTACHED_FLAG in attributes or DETACHED_FLAG in attributes
-        if root.group is None and not in_part and not self._is_replaying and self._on_request is not None:
+        if root.group is None and not in_part and not root.is_counted and self._on_request is not None:
             self._on_request(begin, record, first_ns)
         if record.span_id in self._undecided:
             self._decide(root, record)

@@ -137,9 +137,9 @@ class Collector:
         )
         self._joiner.woven_ns = woven_ns(Path(folder))
         if is_restarted:
-            self._joiner.replay(self._history())
+            self._joiner.replay(self._history(), set() if self._metrics is None else self._metrics.held)
         if self._metrics is not None:
-            self._metrics.watch(self._reader, self._pipelines)
+            self._metrics.watch(self._reader, self._joiner.held, self._pipelines)
         rules = env.text(fleet.VARIABLE)
         self._fleet = rules and fleet.FleetControl(folder, rules, self._joiner.about_the_run, _report_rules)
 
@@ -238,31 +238,37 @@ class Collector:
     def _read(self) -> None:
         if self._joiner.woven_ns == math.inf:
             self._joiner.woven_ns = woven_ns(Path(self._folder))
-        read = list(self._reader.poll_rings())
-        for writer in self._reader.writers.values():  # after reading, so that it is known of each record
-            if began := writer.detaching_ns:
-                self._joiner.detaching(began)
-        for writer, records in read:
-            self._joiner.add(writer, *records)
-            self._measure(writer, records)  # afterwards: the trace of a request is known then
-        for writer in self._reader.take_ended():
-            self._joiner.writer_gone(writer)
-            if self._metrics is not None:
-                self._metrics.engine.writer_gone(writer.name)
-        is_complete = self._joiner.match_waiting(is_behind=self._reader.has_more)
+        with self._reader.lock:
+            read = list(self._reader.poll_rings())
+            for writer in self._reader.writers.values():  # after reading, so that it is known of each record
+                if began := writer.detaching_ns:
+                    self._joiner.detaching(began)
+            for writer, records in read:
+                self._joiner.add(writer, *records)
+                self._measure(writer, records)  # afterwards: the trace of a request is known then
+            for writer in self._reader.take_ended():
+                self._joiner.writer_gone(writer)
+                if self._metrics is not None:
+                    self._metrics.engine.writer_gone(writer.name)
+            is_complete = self._joiner.match_waiting(is_behind=self._reader.has_more)
         self._offer()
         if is_complete:
             self._deliveries.pass_ended(self._reader.positions())
         self._reader.commit(self._deliveries.positions)
 
     def _history(self) -> Iterator[tuple[RingReader, Record]]:
-        """Restores the state that the earlier collector's records imply."""
+        """Restores the state that the earlier collector's records imply, and counts the rest."""
         for writer in self._reader.find():
+            if self._metrics is not None:
+                writer.counted = self._metrics.counted.get(writer.name, 0)
             for record in writer.history():
-                self._measure(writer, [record], is_replayed=True)
+                self._measure(writer, [record])
                 yield writer, record
+            if self._metrics is not None and writer.overwritten:
+                late = f"{writer.overwritten} records of process {writer.process_id}"
+                report_line(f"{late} were overwritten before they came into metrics")
 
-    def _measure(self, writer: RingReader, records: Sequence[Record], *, is_replayed: bool = False) -> None:
+    def _measure(self, writer: RingReader, records: Sequence[Record]) -> None:
         if self._metrics is None:
             return
         engine = self._metrics.engine
@@ -271,11 +277,11 @@ class Collector:
                 engine.follow(writer.name)
             elif isinstance(record, (SpanBegin, SpanEnd)) and record.type.name in (STEP, DECODE):
                 for key, gap_ns in self._gaps.take(record):
-                    if not is_replayed:
+                    if not writer.is_counted:
                         engine.token_came(gap_ns, self._joiner.trace_of(key))
                 if record.type.name == STEP and isinstance(record, SpanEnd):
-                    engine.step_ended(writer.name, writer.process_id, record, is_replayed=is_replayed)
-                elif isinstance(record, SpanEnd) and not is_replayed:
+                    engine.step_ended(writer.name, writer.process_id, record, is_counted=writer.is_counted)
+                elif isinstance(record, SpanEnd) and not writer.is_counted:
                     engine.decode_ended(record)
 
 

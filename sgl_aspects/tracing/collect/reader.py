@@ -52,6 +52,10 @@ class RingReader:
             raise
         self.taken = self._first_taken()
         self._delivered, self._committed = self.taken, (0, 0)
+        #: The last record that is in exported metrics, and whether the latest that were read are among them.
+        self.counted, self.is_counted = self.taken, False
+        #: Records beyond it that ``history`` did not find any more.
+        self.overwritten = 0
         #: Records that an earlier collector released before their spans were delivered.
         self.lost = max(0, self.taken - self._header()[layout.WORD_DELIVERED])
 
@@ -130,7 +134,7 @@ class RingReader:
         ``alive``: the process may still finish a record that it has begun.
         """
         first = self.taken + 1
-        count = min(_CHUNK, self.slots - (first & (self.slots - 1)))
+        count = self._adjacent(first, _CHUNK)
         offset = layout.SLOTS_OFFSET + (first & (self.slots - 1)) * layout.SLOT_BYTES
         glance = min(_GLANCE, count)
         whole = _whole(self._read(offset, glance * layout.SLOT_BYTES), first)
@@ -142,6 +146,7 @@ class RingReader:
         data = self._read(offset, whole * layout.SLOT_BYTES)
         self._stuck_since = None
         self.taken += whole
+        self.is_counted = self.taken <= self.counted
         records = self._records(data, range(0, len(data), layout.SLOT_BYTES))
         # A dead process may have complete records after an unfinished one.
         return records, whole == count or not alive
@@ -162,10 +167,12 @@ class RingReader:
         """
         yield from self.descriptions()
         number = max(1, self.taken - self.slots + 1)
+        self.overwritten = max(0, number - 1 - self.counted)
         size = layout.SLOT_BYTES
         while number <= self.taken:
             first = number & (self.slots - 1)
-            count = min(_SNAPSHOT, self.slots - first, self.taken - number + 1)
+            count = self._adjacent(number, min(_SNAPSHOT, self.taken - number + 1))
+            self.is_counted = number <= self.counted
             # Twice, and quickly: the process may be overwriting it.
             data, again = (self._read(layout.SLOTS_OFFSET + first * size, count * size) for _ in range(2))
             positions = [
@@ -174,10 +181,16 @@ class RingReader:
                 if mark == number + index
                 and data[index * size : index * size + size] == again[index * size : index * size + size]
             ]
+            self.overwritten += 0 if self.is_counted else count - len(positions)
             damaged = self.damaged
             yield from self._records(data, positions)
             self.damaged = damaged
             number += count
+
+    def _adjacent(self, first: int, most: int) -> int:
+        """Return how many slots from ``first`` on may be read at once, all of them counted or none."""
+        most = min(most, self.slots - (first & (self.slots - 1)))
+        return min(most, self.counted - first + 1) if first <= self.counted else most
 
     def open_steps(self) -> Iterator[SpanEnd]:
         """Read the spans of the steps that are open now; of a dead process, those that it never ended."""

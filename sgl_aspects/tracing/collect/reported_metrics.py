@@ -6,14 +6,14 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
 
-from sgl_aspects import __version__
+from sgl_aspects import __version__, compat
 from sgl_aspects.files import write_private
 from sgl_aspects.tracing import schema
 from sgl_aspects.tracing.collect.run_reader import RunReader
@@ -26,9 +26,9 @@ _REPORTED = "metrics.json"
 class CollectorMetrics:
     """The metrics of one run.
 
-    A restarted collector begins its counters at 0, with a new start time, as any restarted process does. Only
-    drops are counted by the writers for the whole run: the amount already reported is kept in the run folder
-    and subtracted, so that a backend counts them once.
+    A restarted collector begins its counters at 0, with a new start time, as any restarted process does. What
+    was reported is kept in the run folder, so that a backend counts it once: the drops, which the writers
+    count for the whole run, the last record of each ring, and the requests whose end waited then.
     """
 
     def __init__(
@@ -43,19 +43,30 @@ class CollectorMetrics:
         self.engine = EngineMetrics(provider.get_meter("sgl_aspects", __version__), targets)
         self._reported = Path(folder, _REPORTED)
         self._before = self._last = 0
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-            self._before = self._last = int(json.loads(self._reported.read_text())["dropped"])
+        self.counted: dict[str, int] = {}
+        self.held: set[int] = set()
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+            found = json.loads(self._reported.read_text())
+            self._before = self._last = int(found["dropped"])
+            self.counted, self.held = dict(found["counted"]), set(found["held"])
 
-    def watch(self, reader: RunReader, pipelines: Sequence[Pipeline]) -> None:
-        """Count dropped, delivered and undelivered spans from now on."""
+    def watch(self, reader: RunReader, held: Callable[[], list[int]], pipelines: Sequence[Pipeline]) -> None:
+        """Count dropped, delivered and undelivered spans from now on, and note what is reported.
+
+        ``held``: returns the requests whose end waits.
+        """
 
         def dropped() -> Mapping[str, int]:
-            total = reader.dropped
-            if total != self._last:
-                self._last = total
-                with contextlib.suppress(OSError):  # the folder is removed when the run ends
-                    write_private(self._reported, json.dumps({"dropped": total}).encode())
-            return {"": max(0, total - self._before)}
+            self._last = reader.dropped
+            return {"": max(0, self._last - self._before)}
+
+        def note() -> None:
+            told = {"dropped": self._last, "counted": reader.positions(), "held": held()}
+            with contextlib.suppress(OSError):  # the folder is removed when the run ends
+                write_private(self._reported, json.dumps(told).encode())
+
+        for each in self._readers:
+            compat.gather_under(each, reader.lock, note)
 
         count = self.engine.count
         count(schema.RECORDS_DROPPED, "{record}", "Records that a process had no room for.", dropped)

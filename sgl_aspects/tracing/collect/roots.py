@@ -53,6 +53,8 @@ class Root(RootContext):
     #: 0 while open.
     end_ns: int = 0
     has_ended: bool = False
+    #: Whether an earlier collector counted it.
+    is_counted: bool = False
     #: The bootstrap room of a request on two servers, an attribute of each of its spans.
     room: AttributeValue = None
     #: The LoRA adapter of a request: what its caller asked for, if not the served model.

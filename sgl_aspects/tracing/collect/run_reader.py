@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ class RunReader:
         self._most = 1 << 20 if limit == resource.RLIM_INFINITY else max(2, limit - _OTHERS)
         self._damaged = self._dropped = 0  # of those in neither `writers` nor `_gone`
         self.writers: dict[str, RingReader] = {}
+        self.lock = threading.Lock()  #: Held while what is read is counted.
         self.has_more = self._is_full = False
         #: Whether the run was closed.
         self.is_closing = False
@@ -68,8 +70,8 @@ class RunReader:
             yield writer, records
 
     def positions(self) -> dict[str, int]:
-        """Return the number of the last record read in each ring."""
-        return {writer.name: writer.taken for writer in self.writers.values()}
+        """Return the number of the last record read in each open ring."""
+        return {writer.name: writer.taken for writer in self._open()}
 
     def commit(self, delivered: Mapping[str, int]) -> None:
         """Release the records up to these numbers to their writers."""

@@ -239,15 +239,15 @@ class EngineMetrics:
             record = self._recorders[key] = compat.histogram_recorder(self._histograms[name], dict(labels))
         record(amount)
 
-    def step_ended(self, writer: str, process_id: int, step: SpanEnd, *, is_replayed: bool = False) -> None:
-        """Count a step, or (without a mode) an idle scheduler. Steps of a replay were counted before."""
+    def step_ended(self, writer: str, process_id: int, step: SpanEnd, *, is_counted: bool = False) -> None:
+        """Count a step, or (without a mode) an idle scheduler. ``is_counted``: it was before a restart."""
         if writer in self._followers:
             return
         values = dict(zip(step.type.attributes, step.values))
         self._states[writer] = process_id, values
         added_ns = self._added.of(writer, step.start_ns, step.end_ns)
         mode = values.get(_MODE)
-        if mode is None or is_replayed:
+        if mode is None or is_counted:
             return
         labels: _Labels = ((_MODE, str(mode)),)
         if step.error:
