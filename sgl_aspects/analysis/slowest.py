@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import replace
+from functools import cached_property
 
 from opentelemetry.trace import SpanKind
 
@@ -28,6 +29,17 @@ _AT_ONCE, _SHARE = 10, 0.2
 _CULPRITS = 3
 
 
+class _Held:
+    """A span that is converted when a slow request needs it: few do, and that takes as long as to join it."""
+
+    def __init__(self, span: CollectedSpan) -> None:
+        self._collected, self.end_ns = span, span.end_ns
+
+    @cached_property
+    def span(self) -> Span:
+        return span_of(self._collected.readable())
+
+
 class SlowRequests:
     """Explains requests that took ``seconds`` or more, from the latest spans of their run.
 
@@ -36,7 +48,7 @@ class SlowRequests:
 
     def __init__(self, seconds: float, most: int = _MOST) -> None:
         self._slow_ns, self._most = seconds * 1e9, most
-        self._held: deque[Span] = deque()
+        self._held: deque[_Held] = deque()
         self._requests: Latest[str, Span] = Latest(most)  # and their answers, by span id
         self._complete_since = 0
         self._pause_until = 0.0
@@ -59,7 +71,7 @@ class SlowRequests:
         slow = sorted(slow, key=lambda index: spans[index].start_ns - spans[index].end_ns)[:_AT_ONCE]
         since = min(spans[index].start_ns for index in slow)
         requests = [each for each in self._requests.values() if each.end_ns >= since]
-        causes = Causes([*requests, *(span for span in self._held if span.end_ns >= since)])
+        causes = Causes([*requests, *(held.span for held in self._held if held.end_ns >= since)])
         ids = {one: str(each.attributes.get(schema.REQUEST_ID, "")) for one, each in causes.by_id.items()}
         for index in slow:
             request = span_of(spans[index].readable())
@@ -69,11 +81,11 @@ class SlowRequests:
         self._pause_until = time.monotonic() + (time.monotonic() - began) * (1 / _SHARE - 1)
 
     def _hold(self, span: CollectedSpan) -> None:
-        held = span_of(span.readable())
+        held = _Held(span)
         self._held.append(held)
         root = span.root if isinstance(span.root, Root) else None
         while root is not None and root.begin and f"{root.span_id:016x}" not in self._requests:
-            self._requests[f"{root.span_id:016x}"] = _under_way(root, root.begin, held)
+            self._requests[f"{root.span_id:016x}"] = _under_way(root, root.begin, held.span)
             root = root.group
         if len(self._held) > self._most:
             self._complete_since = max(self._complete_since, self._held.popleft().end_ns)
