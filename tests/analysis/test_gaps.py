@@ -130,7 +130,8 @@ def test_a_request_that_ends_in_no_step_is_not_followed_for_ever(ends: str) -> N
     """Its caller went away: the scheduler writes its next token's step without it."""
     gaps = TokenGaps()
     joiner: Any = Joiner(Resource({}), lambda span: None, on_forgotten=gaps.forget)
-    caller, scheduler = (SimpleNamespace(name=name, process_id=1, was_detached=False) for name in "ab")
+    of_none = {"process_id": 1, "was_detached": False, "is_counted": False}
+    caller, scheduler = (SimpleNamespace(name=name, **of_none) for name in "ab")
     joiner.add(
         caller,
         RequestBegin(7, "r", 5, *TraceContext(0xABC), "chat m", {}),

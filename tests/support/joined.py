@@ -15,7 +15,7 @@ class Writer:
     """The part of a ring's reader that the joiner uses."""
 
     process_id = 1
-    was_detached = False
+    was_detached = is_counted = False
 
     def __init__(self, name: str) -> None:
         self.name, self.last_ns = name, 9
