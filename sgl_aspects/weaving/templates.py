@@ -148,8 +148,9 @@ def _observed(shape: Shape) -> list[str]:
         "except '<BaseException>' as error:",
         *_indent(_exits(shape, exits, "None", "error")),
         *("    pass", "    raise"),
+        "else:",  # its code comes before the first `pass`: exit() does not see the frame
+        *_indent(_exits(shape, exits, "result", "None")),
     ]
-    lines += _exits(shape, exits, "result", "None")
     return [
         *lines,
         *(["return"] if shape.kind is FunctionKind.ASYNC_GENERATOR else ["pass", "return result"]),

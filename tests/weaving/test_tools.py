@@ -284,6 +284,18 @@ def test_a_trace_function_is_given_a_line_with_each_event(mod: Any, kind: HookTy
     assert not [event for event in events if event[2] is None]
 
 
+def test_an_observer_looks_at_the_stack_where_a_call_begins_and_ends(mod: Any) -> None:
+    stacks: list[list[str]] = []
+
+    def look(*_: Any) -> None:
+        stacks.append([frame.function for frame in inspect.stack()][1:])
+
+    with aspects.woven(aspects.observe("debugged:f", enter=look, exit=look)):
+        mod.f(1)
+    assert len(stacks) == 2
+    assert stacks[0] == stacks[1]
+
+
 one = fixture_of("def f(x=1): return ('f', x)")
 
 
