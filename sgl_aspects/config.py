@@ -116,6 +116,8 @@ def read(path: str | Path) -> Config:
 
     :raises ConfigError: names the file, the key, and the choices.
     """
+    if Path(path).is_fifo():
+        raise ConfigError(f"configuration {path} is a pipe, and each process reads it: name a file")
     try:
         with open(path, encoding="utf-8-sig") as file:
             document = tomllib.loads(file.read())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import string
 import sys
@@ -89,6 +90,15 @@ def test_what_is_wrong_is_named_with_its_file_and_the_choices(
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: No such file"):
         config.read(tmp_path / "nowhere.toml")
+
+
+def test_a_pipe_is_refused_as_the_first_process_would_empty_it() -> None:
+    """A shell's ``--config <(…)``: the program would run without hooks."""
+    reading, writing = os.pipe()
+    os.close(writing)
+    with pytest.raises(ConfigError, match="is a pipe, and each process reads it: name a file"):
+        config.read(f"/dev/fd/{reading}")
+    os.close(reading)
 
 
 def test_a_hook_that_is_not_there_is_named_with_its_place_in_the_file(tmp_path: Path) -> None:

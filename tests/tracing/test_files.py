@@ -144,13 +144,18 @@ def test_a_file_system_without_locks_takes_spans(
     assert names_of(tmp_path / "file") == ["a"]
 
 
-def test_a_named_pipe_is_refused(tmp_path: Path) -> None:
-    """Spans that nobody reads would count as delivered; a pipe that is standard output has its reader."""
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    refused = command("run", f"--file={path}", "--", sys.executable, "-c", "print('ran')")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert f"{path}: it is a named pipe; name a file, or write to /dev/stdout" in refused.stderr
+def test_a_pipe_is_refused_unless_it_is_standard_output(tmp_path: Path) -> None:
+    """Spans that nobody reads would count as delivered; a shell's ``>(…)`` is not there for the collector."""
+    named = tmp_path / "pipe"
+    os.mkfifo(named)
+    reading, writing = os.pipe()
+    for path in (named, f"/proc/{os.getpid()}/fd/{writing}"):
+        words = ("run", f"--file={path}", "--", sys.executable, "-c", "print('ran')")
+        refused = command(*words)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert f"{path}: it is a pipe; name a file, or write to /dev/stdout" in refused.stderr
+    os.close(reading)
+    os.close(writing)
     assert command("run", "--file=/dev/stdout", "--", sys.executable, "-c", "").returncode == 0  # a pipe, too
 
 

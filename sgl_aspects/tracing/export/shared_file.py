@@ -17,8 +17,8 @@ _WRITERS = 1 << 62
 
 
 class SharedFile:
-    """Truncate ``path`` unless ``append``. Raises ``OSError`` if it cannot be written, is a named pipe, or is
-    to be truncated while another process has it open.
+    """Truncate ``path`` unless ``append``. Raises ``OSError`` if it cannot be written, is a pipe other than
+    standard output, or is to be truncated while another process has it open.
 
     A new file is for this user only. What a killed collector had begun to write after the last whole line is
     removed.
@@ -26,13 +26,13 @@ class SharedFile:
 
     def __init__(self, path: str, *, append: bool = False) -> None:
         self._descriptor = private(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        mode = os.fstat(self._descriptor).st_mode
-        self.is_regular = stat.S_ISREG(mode)
+        status = os.fstat(self._descriptor)
+        self.is_regular = stat.S_ISREG(status.st_mode)
         self.is_closed = False
         try:
-            if stat.S_ISFIFO(mode) and not os.path.islink(path):
-                # Its reader would see the end as soon as the first of several writers closes it.
-                raise OSError(errno.ESPIPE, "it is a named pipe; name a file, or write to /dev/stdout")
+            if stat.S_ISFIFO(status.st_mode) and not _is_standard(status):
+                # A collector lacks its descriptor, or its reader sees the end once a first writer closes it.
+                raise OSError(errno.ESPIPE, "it is a pipe; name a file, or write to /dev/stdout")
             if self.is_regular:
                 self._take(append=append)
         except OSError:
@@ -106,3 +106,12 @@ class SharedFile:
         if not self.is_closed:
             self.is_closed = True
             os.close(self._descriptor)
+
+
+def _is_standard(status: os.stat_result) -> bool:
+    """Return whether the file is standard output or standard error."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(number), status):
+                return True
+    return False
