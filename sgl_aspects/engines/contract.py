@@ -97,6 +97,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "kv_init": (),
     "graph_capture": (),
     "update_weights": (),
+    "update_weights_by_call": ("applies",),  # one function calls any of its workers'
     "update_weights_from_disk": (),
     "update_weights_from_distributed": (),
     "update_weights_from_tensor": (),

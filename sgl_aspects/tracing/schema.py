@@ -298,6 +298,7 @@ PREPARATIONS = {
     "kv_init": SpanType("init_kv_cache"),
     "graph_capture": SpanType("capture_graphs"),
     "update_weights": SpanType("update_weights"),
+    "update_weights_by_call": SpanType("update_weights"),
     "update_weights_from_disk": SpanType("update_weights"),
     "update_weights_from_distributed": SpanType("update_weights"),
     "update_weights_from_tensor": SpanType("update_weights"),

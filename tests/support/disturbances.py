@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import psutil
 import pytest
@@ -40,8 +40,10 @@ PAUSE = 4.0
 STOP, STOP_STEPS = 0.3, 15
 #: What every server must have: tokens in its KV cache, requests in a batch, tokens of a prompt in a step.
 ROOM, BATCH, CHUNK = 2560, 4, 2048
-#: In texts and schemas that are slow to handle.
+#: In texts, schemas and paths that are slow to handle.
 SLOW = "slowly"
+#: See ``Server``.
+Pauses: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any], str]]
 
 _PLUGIN = """
 import gc, itertools, json, os, signal, time
@@ -102,14 +104,14 @@ class Server:
     """A server under disturbances. ``model``: its name in requests; ``folder``: the plugin's.
 
     ``has_min_tokens``: it takes the least length of an answer; it keeps room for answers without an end.
-    ``pauses``: the paths that pause and resume it, if it has such, and the modes in which it can be paused.
+    ``pauses``: by mode, the path and body that stop it, and the path to go on, unless it does by itself.
     ``step``: seconds between two tokens of one request alone.
     """
 
     port: int
     folder: Path
     has_min_tokens: bool
-    pauses: Sequence[str] = ()
+    pauses: Pauses = field(default_factory=dict)
     model: str = "mini"
     step: float = 0.0
     numbers: dict[str, int] = field(default_factory=dict)
@@ -131,9 +133,9 @@ class Server:
         stream.read()
         return stream
 
-    def post(self, path: str, body: dict[str, Any]) -> None:
+    def post(self, path: str, body: Mapping[str, Any]) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        connection.request("POST", path, json.dumps(dict(body)), {"content-type": "application/json"})
         assert connection.getresponse().status == 200
         connection.close()
 
@@ -228,15 +230,17 @@ def _slow_client(server: Server) -> None:
 
 
 def _pause(server: Server, mode: str) -> None:
-    """One request is under way, another comes while nothing runs."""
+    """One request is under way, another comes while nothing runs, if that can be."""
     interrupted = server.begin(f"{mode}: interrupted", _prompt(46, 16), 60)
     interrupted.wait()
-    server.post(server.pauses[0], {"mode": mode})
-    late = server.begin(f"{mode}: late", _prompt(47, 16), 1)
-    time.sleep(PAUSE / 2)
-    server.post(server.pauses[1], {})
+    path, body, go_on = server.pauses[mode]
+    server.post(path, body)
+    if go_on:
+        late = server.begin(f"{mode}: late", _prompt(47, 16), 1)
+        time.sleep(PAUSE / 2)
+        server.post(go_on, {})
+        late.read()
     interrupted.read()
-    late.read()
 
 
 @dataclass(frozen=True)
@@ -281,15 +285,15 @@ class Found:
 class Disturbances(ABC):
     """Tests of an engine's server.
 
-    ``targets``: functions that are disturbed: forward passes; what handles texts; and schemas.
+    ``targets``: functions that are disturbed: forward passes; and what handles texts, schemas, and the like.
     ``options``: its command's, with ``ROOM``, ``BATCH`` and ``CHUNK``. ``model``: the model's configuration.
     """
 
-    targets: ClassVar[tuple[str, str, str]]
+    targets: ClassVar[tuple[str, ...]]
     options: ClassVar[Mapping[str, object]]
     model: ClassVar[Mapping[str, Any]] = {}
     has_min_tokens: ClassVar[bool] = False
-    pauses: ClassVar[Sequence[str]] = ()
+    pauses: ClassVar[Pauses] = {}
 
     @classmethod
     @abstractmethod
@@ -334,6 +338,13 @@ class Disturbances(ABC):
             names = {trace_id(number): name for name, number in found.numbers.items()}
             assert names[guilty.trace_id].startswith(f"{name}: culprit")
 
+    def test_what_stopped_the_server_comes_first(self, found: Found) -> None:
+        for mode, (_, _, go_on) in self.pauses.items():
+            for name in ("interrupted", "late") if go_on else ("interrupted",):
+                ranked = found.causes.explain(found.request(f"{mode}: {name}")).ranked()
+                assert ranked[0][0] is Cause.STOPPED, (mode, name, ranked)
+                assert abs(ranked[0][1] - (PAUSE / 2 if go_on else PAUSE)) < 0.2, (mode, name, ranked)
+
     def test_a_client_that_rests_while_buffers_have_room_is_not_named(self, found: Found) -> None:
         assert Cause.CALLER not in found.causes.explain(found.request("short answer")).seconds
 
@@ -357,7 +368,7 @@ def _disturb(server: Server) -> tuple[dict[str, str], dict[str, list[float]]]:
             disturbance.disturb(server)
         except AssertionError as error:
             problems[disturbance.name] = str(error)
-    for mode in server.pauses[2:]:
+    for mode in server.pauses:
         _pause(server, mode)
     server.ask("short answer", _prompt(44, 8), 8, rest=1.0)
     (server.folder / "uneven").touch()

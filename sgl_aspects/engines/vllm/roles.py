@@ -280,6 +280,10 @@ VLLM = Engine(
             reads={"adapter": parameter(1, "lora_request", lambda request: request.lora_name)},
         ),
         "flush_cache": Role((f"{_CORE}.reset_prefix_cache",)),
+        "update_weights_by_call": Role(
+            (f"{_CORE}.collective_rpc",),
+            reads={"applies": parameter(1, "method", lambda method: "weight" in str(method))},
+        ),
         "pause": Role((f"{_CORE}+.pause_scheduler",)),
         "resume": Role((f"{_CORE}+.resume_scheduler",)),
         "sleep": Role((f"{_CORE}.sleep",)),

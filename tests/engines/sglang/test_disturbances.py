@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_aspects.analysis.causes import Cause
 from tests.support import disturbances
-from tests.support.disturbances import Disturbances, Found
+from tests.support.disturbances import Disturbances, Pauses
 from tests.support.sglang_server import Server, serve
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]
@@ -34,7 +33,10 @@ class TestSGLang(Disturbances):
         "--schedule-conservativeness": 0.01,
     }
     has_min_tokens = True
-    pauses = ("/pause_generation", "/continue_generation", "in_place", "retract")
+    pauses: ClassVar[Pauses] = {
+        each: ("/pause_generation", {"mode": each}, "/continue_generation")
+        for each in ("in_place", "retract")
+    }
 
     @classmethod
     def serve(
@@ -42,11 +44,3 @@ class TestSGLang(Disturbances):
     ) -> AbstractContextManager[Server]:
         without = list(cls.options)
         return serve(model, log, prefix=prefix, more=words, environment=environment, without=without)
-
-    @pytest.mark.parametrize("request_name", ["interrupted", "late"])
-    @pytest.mark.parametrize("mode", ["in_place", "retract"])
-    def test_a_pause_comes_first(self, found: Found, mode: str, request_name: str) -> None:
-        explained = found.causes.explain(found.request(f"{mode}: {request_name}"))
-        cause, seconds = explained.ranked()[0]
-        assert cause is Cause.STOPPED, explained.ranked()
-        assert abs(seconds - disturbances.PAUSE / 2) < 0.2
