@@ -26,10 +26,12 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     # A call of a gRPC server: ASGI's scope of the same over HTTP; after an exception, HTTP's status.
     "answer_rpc": ("scope", "status"),
     "answer_embedding_rpc": ("scope", "status"),
+    "answer_line": ("scope", "status"),  # of a file of requests; the status is the result's, not an error's
     "serve_request": ("manager", "http"),
     "serve_pooling": ("manager",),
     "serve_search": ("manager", "request"),  # a request that the engine answers by many of its own
     "submit_request": ("manager",),  # instead of serve_request: returns at once, and nobody waits there
+    "submit_requests": ("manager",),  # calls it for each of its requests
     "receive_request": ("request",),
     "begin_request": ("request",),
     "begin_stream": ("request",),

@@ -74,6 +74,13 @@ def _answers_rpc(name: str, path: str) -> Role:
 ROLES = {
     "answer_rpc": _answers_rpc("Generate", "/generate"),
     "answer_embedding_rpc": _answers_rpc("Embed", "/embed"),
+    "answer_line": Role(
+        tuple(f"vllm.entrypoints.{place}.run_batch:run_request" for place in ("launchers", "openai")),
+        reads={
+            "scope": parameter(1, "request", lambda line: {"path": line.url, "headers": ()}),
+            "status": lambda args, kwargs, result=None: result.response.status_code if result else 500,
+        },
+    ),
     "describe_server": Role(("vllm.v1.engine.async_llm:AsyncLLM.__init__",), reads=_describes(description)),
     "describe_scheduler": Role(("vllm.v1.core.sched.scheduler:Scheduler.__init__",), reads=_describes(_core)),
     "describe_worker": Role(("vllm.v1.worker.**:GPUModelRunner.__init__",), reads=_describes(_worker)),

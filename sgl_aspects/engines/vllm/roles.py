@@ -213,6 +213,7 @@ VLLM = Engine(
             },
         ),
         "submit_request": Role((f"{_ENGINE}.llm_engine:LLMEngine.add_request",), ("manager:self",)),
+        "submit_requests": Role(("vllm.entrypoints.**:*._render_and_add_requests",)),
         "apply_template": Role(("vllm.renderers.base:BaseRenderer+.render_messages_async",)),
         "tokenize_prompt": Role(("vllm.renderers.base:BaseRenderer.tokenize_prompt_async",)),
         # A static method; the request has its id on its exit.

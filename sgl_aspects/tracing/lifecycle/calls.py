@@ -401,14 +401,20 @@ class CallTracker:
                 return
         self.record(call, problem)
 
-    def refuse(self, exchange: Exchange, operation: str, headers: Any) -> None:
-        """Record a request that never reached the engine: it was rejected, or its caller had hung up."""
+    def refuse(self, exchange: Exchange, operation: str | None, headers: Any, problem: str = "") -> None:
+        """Record a request that never reached the engine: it was rejected, or its caller had hung up.
+
+        Without an ``operation`` it is the one that the engine knows.
+        """
+        if not self._recorder.level:
+            return
+        operation = operation or str(self._operation(None) or "text_completion")
         origin = context.of_request(headers, self._recorder.sample, self._parent_based)
         call = Call(self._recorder.new_id(), "", exchange.start_ns, origin, operation, exchange=exchange)
         self._begun(call, {OPERATION: operation, **self._provider})
         values = [None] * (len(REQUEST.attributes) - 1)
         status = exchange.status or None
-        self._write(call, monotonic_ns(), [*values, status], str(status or "abort"))
+        self._write(call, monotonic_ns(), [*values, status], problem or str(status or "abort"))
 
     def delivered(self, call: Call, exchange: Exchange, reason: str | None) -> None:
         """End a request whose engine has ended it, when its caller has the answer, or is gone."""

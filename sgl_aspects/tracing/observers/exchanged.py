@@ -133,7 +133,7 @@ class ExchangeObserver:
     def _record_untaken(self, exchange: Exchange) -> None:
         operation = operation_of(exchange.path)
         trackers = next((one for one in self._engines if _is_loaded(one.engine)), None)
-        if operation is not None and trackers is not None and trackers.recorder.level:
+        if operation is not None and trackers is not None:
             headers = exchange.headers if self._takes_context else None
             trackers.calls.refuse(exchange, operation, headers)
 
@@ -146,7 +146,7 @@ class RpcObserver(ExchangeObserver):
         self._read = trackers.engine.call_reader
 
     def observations(self) -> list[Observation]:
-        return [self._observation(role) for role in ("answer_rpc", "answer_embedding_rpc")]
+        return [self._observation(role) for role in ("answer_rpc", "answer_embedding_rpc", "answer_line")]
 
     def _observation(self, role: str) -> Observation:
         scope, status = self._read(role, "scope"), self._read(role, "status")
@@ -159,8 +159,8 @@ class RpcObserver(ExchangeObserver):
         def leave(token: tuple[Exchange, Any, Any], result: Any, error: BaseException | None) -> None:
             current_exchange.set(None)
             exchange, args, kwargs = token
-            if isinstance(error, Exception):  # its caller is not gone
-                exchange.status = status(args, kwargs)
+            if isinstance(error, Exception) or role == "answer_line":  # its caller is not gone
+                exchange.status = status(args, kwargs, result)
             self._end(exchange, error is None)
 
         return Observation(role, enter, leave)

@@ -11,10 +11,10 @@ request. Outputs report the total of an answer so far, or what is new of it.
 
 from __future__ import annotations
 
-import contextvars
 import sys
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic_ns
@@ -51,9 +51,7 @@ class _Serving:
 
 
 # Set while a generator runs, in its task and in those that it starts.
-_serving: contextvars.ContextVar[_Serving | None] = contextvars.ContextVar(
-    "sgl_aspects_serving", default=None
-)
+_serving: ContextVar[_Serving | None] = ContextVar("sgl_aspects_serving", default=None)
 
 
 class ServingObserver:
@@ -64,10 +62,9 @@ class ServingObserver:
         self._recorder, self._calls = trackers.recorder, trackers.calls
         self._content = options.content
         call, reader = engine.call_reader, engine.reader
-        self._managers = {
-            role: call(role, "manager")
-            for role in ("serve_request", "serve_pooling", "serve_search", "submit_request")
-        }
+        self._reader_of_call = call
+        self._told = 0  # the identity of the latest error that a request has
+        self._enter_search = self._serve_enter("serve_search")
         self._searched = call("serve_search", "request")
         self._http = call("serve_request", "http")
         self._received = call("receive_request", "request")
@@ -102,7 +99,7 @@ class ServingObserver:
         self._path = reader("http.path")
         self._sent_rid = reader("tokenized.rid")
         self._token_count = reader("tokenized.count")
-        self._gets_new = engine.has("outputs.new")
+        self._take = self._take_new if engine.has("outputs.new") else self._take_whole
         self._each_new = reader("outputs.new")
         self._each_output = reader("outputs.each")
         self._piece = reader("outputs.text")
@@ -115,9 +112,10 @@ class ServingObserver:
         return [
             Observation("serve_request", self._serve_enter("serve_request"), self._serve_exit),
             Observation("serve_pooling", self._serve_enter("serve_pooling"), self._serve_exit),
+            Observation("submit_requests", self._serve_enter("submit_requests"), self._serve_exit),
             Observation("serve_search", self._search_enter, self._serve_exit),
             Observation("submit_request", self._serve_enter("submit_request"), self._submit_exit),
-            Observation("receive_request", self._receive_enter, self._receive_exit),
+            Observation("receive_request", lambda args, kwargs: (args, kwargs), self._receive_exit),
             *(Observation(role, self._begin_enter(role), self._begin_exit) for role in self._begun),
             Observation("await_adapter", self._adapter_enter, self._adapter_exit),
             *(Observation(role, self._template_enter(role), self._template_exit) for role in self._renders),
@@ -133,7 +131,7 @@ class ServingObserver:
     # -- the life of a request ------------------------------------------------------------------------------
 
     def _serve_enter(self, role: str) -> Callable[[tuple[Any, ...], dict[str, Any]], _Serving | None]:
-        manager = self._managers[role]
+        manager = self._reader_of_call(role, "manager")
 
         def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Serving | None:
             outer = _serving.get()
@@ -147,7 +145,7 @@ class ServingObserver:
         return enter
 
     def _search_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Serving | None:
-        serving = self._serve_enter("serve_search")(args, kwargs)
+        serving = self._enter_search(args, kwargs)
         if serving is not None and self._recorder.level:
             request = self._searched(args, kwargs)
             call = serving.call = self._begin(serving, request)
@@ -162,12 +160,13 @@ class ServingObserver:
                 self._calls.sent(outer.call.answers[-1])
             return
         _serving.set(None)
-        call = serving.call
-        if call is None:
+        if (call := serving.call) is None:
+            self._refuse(serving, error)
             return
         for each in call.answers or [call]:
             self._calls.sent(each)
         if error is not None:
+            self._told = id(error)
             self._calls.leave(call, error_type(error), False)
 
     def _serve_exit(self, serving: _Serving | None, result: Any, error: BaseException | None) -> None:
@@ -181,9 +180,16 @@ class ServingObserver:
             if error is not None and serving.http is not None and serving.exchange is None:
                 serving.call.status = self._error_status(error)  # over HTTP/2 or gRPC
             self._calls.leave(serving.call, "cancelled" if is_closed else error_type(error), is_closed)
+        else:
+            self._refuse(serving, error)
 
-    def _receive_enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, kwargs
+    def _refuse(self, serving: _Serving, error: BaseException | None) -> None:
+        """Record what was rejected before it was a request, unless it came by an observed HTTP exchange."""
+        if isinstance(error, Exception) and serving.exchange is None and id(error) != self._told:
+            self._told, http = id(error), serving.http
+            exchange = Exchange({}, serving.start_ns, status=(http and self._error_status(error)) or 0)
+            operation, headers = operation_of(self._path(http) or ""), self._http_headers(http)
+            self._calls.refuse(exchange, operation, headers, error_type(error))
 
     def _receive_exit(self, token: Any, result: Any, error: BaseException | None) -> None:
         self._receive(self._received(*token, result), error)
@@ -359,13 +365,9 @@ class ServingObserver:
         if token is not None:
             self._take(self._got(*token, result))
 
-    def _take(self, outputs: Any) -> None:
-        live, index = self._calls.live, -1
-        if self._gets_new:
-            self._take_new(outputs)
-            return
-        for rid, reason in self._each_output(outputs):
-            index += 1
+    def _take_whole(self, outputs: Any) -> None:
+        live = self._calls.live
+        for index, (rid, reason) in enumerate(self._each_output(outputs)):
             call = live.get(rid)
             if call is None:
                 continue
