@@ -346,8 +346,8 @@ class Causes:
                 continue
             self._add_gap(found, pending, now, step.span.end_ns, cause, scheduler, own)
             pending, now = [], step.span.end_ns
-        if now == start and not pending:
-            found.add(cause, end - now)  # level 1: no steps are known
+        if now == start and not any(step.span.start_ns < span.end_ns for step in self._steps_in(span)):
+            found.add(cause, end - now)  # level 1 at that time: no steps are known
         else:
             pending = [step for step in pending if step.span.start_ns < end]
             self._add_gap(found, pending, now, end, cause, scheduler, own)

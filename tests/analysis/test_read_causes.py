@@ -276,3 +276,17 @@ def test_a_pause_that_lets_running_requests_end_stops_those_that_wait() -> None:
     running, late = (causes.explain(causes.find(rid)[0]).seconds for rid in ("running", "late"))
     assert running[Cause.STOPPED] == pytest.approx((391 - 300) / 1000)
     assert late[Cause.STOPPED] == pytest.approx((391 - 150) / 1000)
+
+
+def test_a_phase_from_before_the_level_was_raised_or_after_is_not_the_host() -> None:
+    whole, later = request("whole", 0, 400), step(900, 950, ["other"])
+    own, decoding = (
+        phases("whole", 0, 20, 100, 400),
+        [step(at, at + 100, ["whole"]) for at in (100, 200, 300)],
+    )
+    raised = Causes([whole, *own, *decoding, later]).explain(whole).seconds
+    assert raised[Cause.PREFILL] == pytest.approx(0.08)
+    assert raised[Cause.HOST] == 0
+    lowered = Causes([whole, *own, step(20, 100, ["whole"], "extend"), later]).explain(whole).seconds
+    assert lowered[Cause.DECODE] == pytest.approx(0.3)
+    assert lowered[Cause.HOST] == 0
