@@ -21,6 +21,7 @@ _BEYOND = 1e18
 _SERVER = 2  # SPAN_KIND_SERVER
 _ERROR = 2  # STATUS_CODE_ERROR
 _ROLE = schema.DISAGGREGATION_MODE
+_INSTANCE = "service.instance.id"
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,13 @@ class Span:
     host: str = ""
     #: The role of its server in disaggregation: "prefill" or "decode".
     role: str = ""
+    #: The run, OpenTelemetry's `service.instance.id`: processes of two containers of a host may have one id.
+    instance: str = ""
 
     @property
     def place(self) -> tuple[str, int]:
-        """Its host and process."""
-        return self.host, self.process_id
+        """Its host and run, and the process."""
+        return f"{self.host} {self.instance}", self.process_id
 
     @property
     def pass_of(self) -> tuple[str, tuple[str, int]]:
@@ -123,6 +126,7 @@ def span_of(readable: ReadableSpan) -> Span:
         is_error=readable.status.status_code is StatusCode.ERROR,
         host=str(readable.resource.attributes.get("host.name", "")),
         role=str(readable.resource.attributes.get(_ROLE, "")),
+        instance=str(readable.resource.attributes.get(_INSTANCE, "")),
     )
 
 
@@ -176,6 +180,7 @@ def _spans_of(data: dict[str, Any]) -> Iterator[Span]:
                     is_error=span.get("status", {}).get("code") in (_ERROR, "STATUS_CODE_ERROR"),
                     host=str(resource.get("host.name", "")),
                     role=str(resource.get(_ROLE, "")),
+                    instance=str(resource.get(_INSTANCE, "")),
                 )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgl_aspects.analysis.causes import Cause, Causes
 from sgl_aspects.analysis.numbers import report_phases
-from sgl_aspects.analysis.spans import Span
+from sgl_aspects.analysis.spans import Span, read_spans
 from sgl_aspects.tracing import schema
+from tests.support.simulated_run import SimulatedRun
 
 MS = 1_000_000
 SCHEDULER, WORKER = 2, 3
@@ -290,3 +292,19 @@ def test_a_phase_from_before_the_level_was_raised_or_after_is_not_the_host() -> 
     lowered = Causes([whole, *own, step(20, 100, ["whole"], "extend"), later]).explain(whole).seconds
     assert lowered[Cause.DECODE] == pytest.approx(0.3)
     assert lowered[Cause.HOST] == 0
+
+
+def test_processes_of_two_containers_with_one_id_are_two_schedulers(tmp_path: Path) -> None:
+    """Containers that share the network have the host's name, and often the same process ids."""
+    both = []
+    for number in "12":
+        file = SimulatedRun(40, seed=int(number)).write(tmp_path / number)
+        begin = '"resource": {"attributes": ['
+        named = f'{{"key": "service.instance.id", "value": {{"stringValue": "{number}"}}}}, '
+        text = file.read_text().replace('"00', f'"{number}0')  # span ids
+        file.write_text(text.replace(begin, begin + named))
+        both.append(read_spans(file))
+    apart = Causes(both[0])
+    together = Causes(sorted([*both[0], *both[1]], key=lambda span: span.start_ns))
+    for request in apart.requests:
+        assert together.explain(request).ranked() == apart.explain(request).ranked()
