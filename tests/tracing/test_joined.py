@@ -133,6 +133,19 @@ def test_an_aborted_request_ends_no_earlier_than_its_phases() -> None:
     assert durations == [25]
 
 
+def test_a_request_that_an_earlier_collector_counted_counts_for_no_later_one() -> None:
+    counted: list[str] = []
+    joiner = Joined(on_request=lambda begin, *_: counted.append(begin.request_id))
+    joiner.replay((), {11})  # whose end is not read again yet
+    joiner.received(7, "earlier")
+    joiner.received(9, "now")
+    for span_id, joiner.caller.is_counted in ((7, True), (9, False)):
+        joiner.of_caller(SpanEnd(REQUEST, span_id, span_id, 0, 5, 20))
+    assert joiner.held() == [11, 9]  # what the next collector counts, if this one is killed now
+    joiner.finish()
+    assert counted == ["now"]
+
+
 def test_a_second_process_gets_the_request_of_a_caller_that_went_away() -> None:
     """The scheduler sees it while it is open; the detokenizer, with the first output, when it has ended."""
     joiner = Joined()

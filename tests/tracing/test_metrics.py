@@ -272,7 +272,7 @@ def test_drops_are_counted_once_over_restarts(tmp_path: Path) -> None:
     from sgl_aspects.tracing.collect.reported_metrics import CollectorMetrics
 
     class Reader:
-        dropped, lock, positions = 0, threading.Lock(), dict
+        dropped, lock, open = 0, threading.Lock(), list
 
     def counted(reader: Reader) -> float:
         from opentelemetry.sdk.metrics.export import InMemoryMetricReader

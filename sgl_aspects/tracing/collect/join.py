@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -99,7 +99,7 @@ class Joiner:
         self._sent: list[str] = []  # ids of the requests sent in this pass
         self._held: list[tuple[Writer, SpanEnd]] = []
         self._held_before: list[tuple[Writer, SpanEnd]] = []
-        self._held_earlier: Collection[int] = ()
+        self._held_earlier: set[int] = set()
         self._is_replaying = False
         #: When the last process was woven: requests that began before are seen in part.
         self.woven_ns = 0.0
@@ -138,9 +138,11 @@ class Joiner:
 
     def held(self) -> list[int]:
         """Return the ids of the requests whose end was read and is not counted yet."""
-        return [record.span_id for _, record in (*self._held_before, *self._held)]
+        ends = [record.span_id for _, record in (*self._held_before, *self._held)]
+        known = [root for root in map(self._roots.get, ends) if root is not None]
+        return [*self._held_earlier, *(root.span_id for root in known if not root.is_counted)]
 
-    def replay(self, records: Iterable[tuple[Writer, Record]], held: Collection[int]) -> None:
+    def replay(self, records: Iterable[tuple[Writer, Record]], held: set[int]) -> None:
         """Restore the open requests from the records that an earlier collector took; emits nothing.
 
         The spans held for undecided requests are held again. ``held``: the requests that are not counted,
@@ -324,6 +326,7 @@ class Joiner:
         elif root.begin is not None:
             root.end_ns = end_ns
             root.is_counted = writer.is_counted and span_id not in self._held_earlier
+            self._held_earlier.discard(span_id)
             self._held.append((writer, record))
             return True
         else:

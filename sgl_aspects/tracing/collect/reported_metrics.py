@@ -61,7 +61,8 @@ class CollectorMetrics:
             return {"": max(0, self._last - self._before)}
 
         def note() -> None:
-            told = {"dropped": self._last, "counted": reader.positions(), "held": held()}
+            counted = {ring.name: max(ring.taken, ring.counted) for ring in reader.open()}
+            told = {"dropped": self._last, "counted": counted, "held": held()}
             with contextlib.suppress(OSError):  # the folder is removed when the run ends
                 write_private(self._reported, json.dumps(told).encode())
 

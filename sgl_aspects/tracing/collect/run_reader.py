@@ -45,13 +45,14 @@ class RunReader:
 
     @property
     def damaged(self) -> int:
-        return self._damaged + sum(writer.damaged for writer in self._open())
+        return self._damaged + sum(writer.damaged for writer in self.open())
 
     @property
     def dropped(self) -> int:
-        return self._dropped + sum(writer.dropped + writer.lost for writer in self._open())
+        return self._dropped + sum(writer.dropped + writer.lost for writer in self.open())
 
-    def _open(self) -> list[RingReader]:
+    def open(self) -> list[RingReader]:
+        """Return the rings that are open, those of ended processes first."""
         return [*list(self._gone), *list(self.writers.values())]
 
     def poll_rings(self) -> Iterator[tuple[RingReader, list[Record]]]:
@@ -70,8 +71,8 @@ class RunReader:
             yield writer, records
 
     def positions(self) -> dict[str, int]:
-        """Return the number of the last record read in each open ring."""
-        return {writer.name: writer.taken for writer in self._open()}
+        """Return the number of the last record read in each ring."""
+        return {writer.name: writer.taken for writer in self.writers.values()}
 
     def commit(self, delivered: Mapping[str, int]) -> None:
         """Release the records up to these numbers to their writers."""
@@ -108,7 +109,7 @@ class RunReader:
                 oldest.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        for writer in self._open():
+        for writer in self.open():
             writer.close()
 
     def find(self) -> list[RingReader]:
@@ -120,7 +121,7 @@ class RunReader:
             return found
         self.is_closing, self._is_full = CLOSING in names, False
         for name in sorted(name for name in names - self._known if name.endswith(layout.SUFFIX)):
-            if len(self._open()) >= self._most:
+            if len(self.open()) >= self._most:
                 self._is_full = True  # the rest once some of these have ended
                 break
             self._known.add(name)
