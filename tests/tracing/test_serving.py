@@ -295,20 +295,23 @@ class _RefusedError(ValueError):
 def test_what_an_engine_refuses_before_it_is_a_request_is_one_without_a_server_too(
     roles: list[str], operation: str
 ) -> None:
-    """Of a program's list, each call of which fails likewise, one: the rest is not submitted."""
+    """Of a program's list, each call of which fails likewise, one: the rest is not submitted.
+
+    A later error may have the identity of an earlier one, which is gone.
+    """
     recorder = Memory()
     trackers = Trackers.of(VLLM, recorder, DEFAULTS)
     assert VLLM.observers is not None
     loop = Loop([*ServingObserver(trackers).observations(), *VLLM.observers(trackers)])
     calls = ["submit_chats"] * (operation == "chat") + roles
     error = _RefusedError()
-    tokens = [(loop.found[role], loop.found[role].enter((object(),), {})) for role in calls]
-    for observation, token in reversed(tokens):
-        observation.exit(token, None, error)
-    (begin,) = [record for record in recorder.events if isinstance(record, RequestBegin)]
-    assert begin.name == operation
-    (root,) = recorder.ended
-    assert (root.type, root.error) == (REQUEST, "_RefusedError")
+    for _ in range(2):
+        tokens = [(loop.found[role], loop.found[role].enter((object(),), {})) for role in calls]
+        for observation, token in reversed(tokens):
+            observation.exit(token, None, error)
+    begun = [record.name for record in recorder.events if isinstance(record, RequestBegin)]
+    assert begun == [operation] * 2
+    assert [(root.type, root.error) for root in recorder.ended] == [(REQUEST, "_RefusedError")] * 2
 
 
 def test_a_callers_context_that_a_front_end_in_rust_hands_on_is_used() -> None:

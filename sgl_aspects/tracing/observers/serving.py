@@ -58,12 +58,11 @@ class ServingObserver:
     """Reports requests to the tracker of calls, by the generators that serve them."""
 
     def __init__(self, trackers: Trackers) -> None:
-        engine, options = trackers.engine, trackers.options
-        self._recorder, self._calls = trackers.recorder, trackers.calls
-        self._content = options.content
+        engine, options, self._recorder = trackers.engine, trackers.options, trackers.recorder
+        self._calls, self._content = trackers.calls, options.content
         call, reader = engine.call_reader, engine.reader
         self._reader_of_call = call
-        self._told = 0  # the identity of the latest error that a request has
+        self._told = 0, 0  # the identity of the latest error that a request has, and when it was raised
         self._enter_search = self._serve_enter("serve_search")
         self._searched = call("serve_search", "request")
         self._http = call("serve_request", "http")
@@ -166,7 +165,7 @@ class ServingObserver:
         for each in call.answers or [call]:
             self._calls.sent(each)
         if error is not None:
-            self._told = id(error)
+            self._told = id(error), monotonic_ns()
             self._calls.leave(call, error_type(error), False)
 
     def _serve_exit(self, serving: _Serving | None, result: Any, error: BaseException | None) -> None:
@@ -185,8 +184,9 @@ class ServingObserver:
 
     def _refuse(self, serving: _Serving, error: BaseException | None) -> None:
         """Record what was rejected before it was a request, unless it came by an observed HTTP exchange."""
-        if isinstance(error, Exception) and serving.exchange is None and id(error) != self._told:
-            self._told, http = id(error), serving.http
+        is_told = self._told[0] == id(error) and self._told[1] >= serving.start_ns  # by a call within it
+        if isinstance(error, Exception) and serving.exchange is None and not is_told:
+            self._told, http = (id(error), monotonic_ns()), serving.http
             exchange = Exchange({}, serving.start_ns, status=(http and self._error_status(error)) or 0)
             operation, headers = operation_of(self._path(http) or ""), self._http_headers(http)
             self._calls.refuse(exchange, operation, headers, error_type(error))
