@@ -87,9 +87,9 @@ def spans() -> dict[str, tuple[SpanType, bool]]:
 def metrics() -> dict[str, tuple[str, str, str]]:
     meter = Recording()
     made = EngineMetrics(meter, targets=(1.0, 1.0))
-    of_collector: Any = SimpleNamespace(engine=made)
+    of_collector: Any = SimpleNamespace(engine=made, _readers=())
     nothing_read: Any = None
-    CollectorMetrics.watch(of_collector, nothing_read, [])
+    CollectorMetrics.watch(of_collector, nothing_read, list, [])
     return meter.found
 
 
