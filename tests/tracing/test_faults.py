@@ -170,7 +170,7 @@ def test_address_and_undefined_behaviour_sanitizers_find_nothing_in_the_extensio
     if library.returncode or not os.path.isabs(library.stdout.strip()):
         pytest.skip("there is no compiler with address sanitizer here")
     root = Path(__file__).resolve().parents[2]
-    copied = ["sgl_aspects", "runtime", "platforms", "tests", "examples"]
+    copied = ["sgl_aspects", "runtime", "platforms", "tests", "examples", "benchmarks"]
     copied += ["pyproject.toml", "setup.py", "README.md", "LICENSE"]
     subprocess.run(["cp", "-a", *(str(root / name) for name in copied), str(tmp_path)], check=True)
     flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g"
