@@ -21,7 +21,6 @@ _BEYOND = 1e18
 _SERVER = 2  # SPAN_KIND_SERVER
 _ERROR = 2  # STATUS_CODE_ERROR
 _ROLE = schema.DISAGGREGATION_MODE
-_INSTANCE = "service.instance.id"
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def span_of(readable: ReadableSpan) -> Span:
         is_error=readable.status.status_code is StatusCode.ERROR,
         host=str(readable.resource.attributes.get("host.name", "")),
         role=str(readable.resource.attributes.get(_ROLE, "")),
-        instance=str(readable.resource.attributes.get(_INSTANCE, "")),
+        instance=str(readable.resource.attributes.get(schema.SERVICE_INSTANCE, "")),
     )
 
 
@@ -180,7 +179,7 @@ def _spans_of(data: dict[str, Any]) -> Iterator[Span]:
                     is_error=span.get("status", {}).get("code") in (_ERROR, "STATUS_CODE_ERROR"),
                     host=str(resource.get("host.name", "")),
                     role=str(resource.get(_ROLE, "")),
-                    instance=str(resource.get(_INSTANCE, "")),
+                    instance=str(resource.get(schema.SERVICE_INSTANCE, "")),
                 )
 
 

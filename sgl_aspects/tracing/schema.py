@@ -135,6 +135,8 @@ DENOISE_STEPS = "sgl_aspects.denoise.steps"
 # -- attributes of a process's resource ----------------------------------------------------------------
 
 SERVICE_NAME = "service.name"
+#: The run, where its starter does not name another one.
+SERVICE_INSTANCE = "service.instance.id"
 DISAGGREGATION_MODE = "sgl_aspects.disaggregation.mode"
 TRANSFER_BACKEND = "sgl_aspects.disaggregation.transfer_backend"
 RANK = "sgl_aspects.rank"

@@ -1,4 +1,4 @@
-"""The description of each server process: its model, its role among servers, its rank.
+"""Each server process: its model, its role among servers, its rank, and what happens to it as a whole.
 
 The nodes of an engine get its requests as messages. A request's time statistics, which are pickled with it
 anyway, carry its trace to the other nodes: their steps are linked to it.
@@ -15,6 +15,11 @@ from sgl_aspects.engines.base import Lifecycle, Role, parameter
 from sgl_aspects.engines.contract import Observation
 
 _CONTEXT = "sglang.srt.runtime_context"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+_SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+_ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
 # Fields of the time statistics; SGLang makes attributes of all fields that arrive.
 _CARRIED, _HEADERS = "sgl_aspects_trace", "sgl_aspects_headers"
 
@@ -52,16 +57,35 @@ def _rank(scheduler: Any) -> str | None:
 
 
 _DESCRIBED = {"description": parameter(1, "server_args", description)}
+_LOADED = {"adapter": parameter(1, "lora_ref", lambda reference: reference.lora_name)}
 ROLES = {
-    "describe_server": Role(
-        ("sglang.srt.managers.tokenizer_manager:TokenizerManager.__init__",), reads=_DESCRIBED
-    ),
+    "describe_server": Role((f"{_TOKENIZER}.__init__",), reads=_DESCRIBED),
     "describe_detokenizer": Role(
         ("sglang.srt.managers.detokenizer_manager:DetokenizerManager.__init__",), reads=_DESCRIBED
     ),
-    "describe_scheduler": Role(
-        ("sglang.srt.managers.scheduler:Scheduler.__init__",), reads={"description": _describe_scheduler}
+    "describe_scheduler": Role((f"{_SCHEDULER}.__init__",), reads={"description": _describe_scheduler}),
+    # At its start, and by its operator.
+    "graph_capture": Role((f"{_RUNNER}.init_cuda_graphs", f"{_RUNNER}.init_device_graphs")),
+    "load_model": Role((f"{_RUNNER}.load_model",)),
+    "kv_init": Role((f"{_RUNNER}.alloc_memory_pool", f"{_RUNNER}.init_memory_pool")),
+    **{
+        f"update_weights_from_{source}": Role(
+            (f"{_UPDATER}.update_weights_from_{source}", f"{_SCHEDULER}.update_weights_from_{source}"),
+        )
+        for source in ("disk", "distributed", "tensor", "ipc")
+    },
+    "start_engine": Role((f"{_SCHEDULER}.__init__",)),
+    "load_adapter": Role((f"{_ADAPTERS}.load_lora_adapter",), reads=_LOADED),
+    "unload_adapter": Role((f"{_ADAPTERS}.unload_lora_adapter",), reads=_LOADED),
+    "flush_cache": Role((f"{_SCHEDULER}.flush_cache",)),
+    "pause": Role((f"{_SCHEDULER}.pause_generation",)),
+    "pause_by_abort": Role(
+        (f"{_TOKENIZER}.pause_generation",),
+        reads={"applies": parameter(1, "obj", lambda request: request.mode == "abort")},
     ),
+    "resume": Role((f"{_SCHEDULER}.continue_generation",)),
+    "sleep": Role((f"{_UPDATER}.release_memory_occupation",)),
+    "wake_up": Role((f"{_UPDATER}.resume_memory_occupation",)),
 }
 #: Of this integration's own observers.
 OWN_ROLES = {

@@ -22,16 +22,13 @@ from sgl_aspects.engines.sglang import details, disaggregation, processes, specu
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 _DETOKENIZER = "sglang.srt.managers.detokenizer_manager:DetokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
-_COMPONENTS = "sglang.srt.managers.scheduler_components"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat"
 _RESPONSES = "sglang.srt.entrypoints.openai.serving_responses:OpenAIServingResponses"
 _TOKENIZERS = "transformers.tokenization_utils_base:*TokenizerBase"
 _GRAMMARS = "sglang.srt.constrained.grammar_manager:GrammarManager"
-_ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
 _REQ = "sglang.srt.managers.schedule_batch:Req"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 _GRAPHS = "sglang.srt.**.*graph_runner*:*GraphRunner"
-_UPDATER = f"{_COMPONENTS}.weight_updater:SchedulerWeightUpdaterManager"
 
 # SGLang's own health checks are requests, too; their ids begin so.
 _PROBE = "HEALTH_CHECK"
@@ -90,9 +87,6 @@ def _adapter(request: Any) -> str | None:
 
 def _grammar_kind(req: Any) -> str | None:
     return str(req.grammar_key[0]) if getattr(req, "grammar_key", None) else None
-
-
-_loaded = {"adapter": parameter(1, "lora_ref", lambda reference: reference.lora_name)}
 
 
 def _stop(request: Any) -> Any:
@@ -310,27 +304,6 @@ SGLANG = Engine(
                 f"{_GRAPHS}.execute",
             ),
         ),
-        "graph_capture": Role((f"{_RUNNER}.init_cuda_graphs", f"{_RUNNER}.init_device_graphs")),
-        "load_model": Role((f"{_RUNNER}.load_model",)),
-        "kv_init": Role((f"{_RUNNER}.alloc_memory_pool", f"{_RUNNER}.init_memory_pool")),
-        **{
-            f"update_weights_from_{source}": Role(
-                (f"{_UPDATER}.update_weights_from_{source}", f"{_SCHEDULER}.update_weights_from_{source}"),
-            )
-            for source in ("disk", "distributed", "tensor", "ipc")
-        },
-        "start_engine": Role((f"{_SCHEDULER}.__init__",)),
-        "load_adapter": Role((f"{_ADAPTERS}.load_lora_adapter",), reads=_loaded),
-        "unload_adapter": Role((f"{_ADAPTERS}.unload_lora_adapter",), reads=_loaded),
-        "flush_cache": Role((f"{_SCHEDULER}.flush_cache",)),
-        "pause": Role((f"{_SCHEDULER}.pause_generation",)),
-        "pause_by_abort": Role(
-            (f"{_TOKENIZER}.pause_generation",),
-            reads={"applies": parameter(1, "obj", lambda request: request.mode == "abort")},
-        ),
-        "resume": Role((f"{_SCHEDULER}.continue_generation",)),
-        "sleep": Role((f"{_UPDATER}.release_memory_occupation",)),
-        "wake_up": Role((f"{_UPDATER}.resume_memory_occupation",)),
         **details.ROLES,
         **speculation.ROLES,
         **disaggregation.SCHEDULES,

@@ -20,7 +20,7 @@ from sgl_aspects.tracing.records import UNFINISHED, SpanEnd, encodable
 from sgl_aspects.tracing.schema import DISAGGREGATION_MODE, NODE_RANK, RANK, SERVICE_NAME, TRANSFER_BACKEND
 from sgl_aspects.tracing.variables import SpanLimits
 
-_HOST_NAME, _INSTANCE = "host.name", "service.instance.id"
+_HOST_NAME = "host.name"
 #: Attributes that all processes of a run have in common.
 _OF_ALL = (SERVICE_NAME, DISAGGREGATION_MODE, TRANSFER_BACKEND, NODE_RANK)
 _NO_LIMITS = SpanLimits()
@@ -68,9 +68,9 @@ def engine_resource(folder: str) -> RunResource:
     if SERVICE_NAME not in named:
         attributes[SERVICE_NAME] = "sgl-aspects"
     host = attributes.setdefault(_HOST_NAME, encodable(socket.gethostname()))
-    if _INSTANCE not in named:
+    if schema.SERVICE_INSTANCE not in named:
         place = encodable(f"{host}{os.path.abspath(folder)}")
-        attributes[_INSTANCE] = str(uuid.uuid5(uuid.NAMESPACE_URL, place))
+        attributes[schema.SERVICE_INSTANCE] = str(uuid.uuid5(uuid.NAMESPACE_URL, place))
     return RunResource(attributes, found.schema_url, frozenset(named))
 
 
