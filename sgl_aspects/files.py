@@ -64,7 +64,8 @@ def private(path: str, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        if not {os.lstat(path).st_uid, folder.st_uid} <= {*trusted}:
+        link = os.lstat(path)  # of root's link somewhere else another user may have made this one
+        if not {link.st_uid, folder.st_uid} <= {*trusted} or (link.st_nlink > 1 and not is_ours):
             what = "it is another user's link, or in that user's folder; name another file"
             raise PermissionError(errno.EPERM, what, path) from error
         return os.open(path, flags, 0o600)

@@ -91,6 +91,7 @@ def folders() -> Iterator[Shared]:
         ("link", "another user's link"),
         ("pipe", f"user {NOBODY}'s; name another file"),
         ("hard link", "another user may have given it this one"),
+        ("hard link to a link", "another user's link"),
     ],
 )
 def test_a_file_whose_name_another_user_took_is_not_written(
@@ -102,9 +103,14 @@ def test_a_file_whose_name_another_user_took_is_not_written(
         os.mkfifo(named)
     elif kind == "hard link":
         named.hardlink_to(precious)
+    elif kind == "hard link to a link":
+        os.chown(folders.theirs, 0, 0)  # as /tmp is root's
+        folders.theirs.chmod(0o1777)
+        (folders.ours / "link").symlink_to(precious)
+        os.link(folders.ours / "link", named, follow_symlinks=False)
     else:
         named.symlink_to(precious) if kind == "link" else _made(named)
-    if kind != "hard link":
+    if "hard link" not in kind:
         os.chown(named, NOBODY, NOBODY, follow_symlinks=False)
     spans = tmp_path / "spans.jsonl"
     with attach(file=str(spans)) as session:
