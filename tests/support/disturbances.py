@@ -374,7 +374,7 @@ def _disturb(server: Server) -> tuple[dict[str, str], dict[str, list[float]]]:
     (server.folder / "uneven").touch()
     letter = make_tokenizer().token_to_id("a")  # a part of a character would bring no chunk
     seen = {}
-    for name in ("uneven 1", "uneven 2", "uneven 3", "uneven 4"):
+    for name in [f"uneven {number}" for number in range(1, 9)]:
         seen[name] = server.ask(name, _prompt(45, 8), 150, logit_bias={str(letter): 100}).gaps
     return problems, seen
 
