@@ -22,6 +22,7 @@ def main(report: int, mark: str, command: list[str]) -> None:
     if os.fork():
         os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the engine ignores it, no end is told
     process_id = _start(command)
     os.write(report, b"%d\n" % process_id)
     for left in reversed(range(_RESTARTS + 1)):

@@ -313,13 +313,20 @@ def test_a_killed_collector_is_reported(receiver: Receiver) -> None:
 
 
 @pytest.mark.usefixtures("exports_at_once")
+@pytest.mark.parametrize(
+    "by", [signal.SIG_DFL, signal.SIG_IGN], ids=["an engine", "one that ignores SIGCHLD"]
+)
 def test_a_killed_collector_is_started_again_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    by: signal.Handlers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """With its settings, from where it was; it reports that, and so do views of the run."""
     file = tmp_path / "traces.jsonl"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "kept")
-    session = attach(file=str(file))
+    before = signal.signal(signal.SIGCHLD, by)
+    try:
+        session = attach(file=str(file))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
     begin(session, "before")()
     wait_until(lambda: file.exists() and '"before"' in file.read_text() and has_delivered(session))
     first = kill_collector(session)
