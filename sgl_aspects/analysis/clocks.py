@@ -46,7 +46,7 @@ class ClockBounds:
 
 
 def align(spans: Sequence[Span]) -> tuple[list[Span], list[ClockBounds]]:
-    """Return the spans with each host's times moved no further than necessary, and the clocks' bounds.
+    """Return the spans by start, each host's times moved no further than necessary, and the clocks' bounds.
 
     The host with the most spans is the reference; others are compared with it, directly or over other hosts.
     """
@@ -54,7 +54,7 @@ def align(spans: Sequence[Span]) -> tuple[list[Span], list[ClockBounds]]:
     for span in spans:
         counts[span.host] += 1
     if len(counts) < 2:
-        return list(spans), []
+        return sorted(spans, key=_order), []
     most = _most_ahead(spans)
     first = max(counts, key=lambda host: counts[host])
     shifts, bounds, waiting = {first: 0.0}, [], deque([first])
@@ -72,7 +72,11 @@ def align(spans: Sequence[Span]) -> tuple[list[Span], list[ClockBounds]]:
         ClockBounds(host, first, -math.inf, math.inf) for host in sorted(counts.keys() - shifts.keys())
     ]
     moved = [_moved(span, round(shifts.get(span.host, 0.0) * 1e9)) for span in spans]
-    return sorted(moved, key=lambda span: (span.start_ns, -span.end_ns)), bounds
+    return sorted(moved, key=_order), bounds
+
+
+def _order(span: Span) -> tuple[int, int]:
+    return span.start_ns, -span.end_ns
 
 
 def _nearest(low: float, high: float) -> float:

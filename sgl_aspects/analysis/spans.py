@@ -136,12 +136,14 @@ def readable_of(span: Span) -> ReadableSpan:
     from opentelemetry.trace import SpanContext, SpanKind
 
     trace_id = int(span.trace_id, 16)
+    named: dict[str, int | str] = {"process.pid": span.process_id, "host.name": span.host}
+    named[schema.SERVICE_INSTANCE] = span.instance
     parent = SpanContext(trace_id, int(span.parent_id, 16), False) if span.parent_id else None
     return ReadableSpan(
         name=span.name,
         context=SpanContext(trace_id, int(span.span_id, 16), False),
         parent=parent,
-        resource=Resource({"process.pid": span.process_id, "host.name": span.host}),
+        resource=Resource(named),
         attributes=span.attributes,
         kind=SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
         start_time=span.start_ns,

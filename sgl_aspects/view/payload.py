@@ -7,7 +7,8 @@ epoch), so that JavaScript's numbers hold them. Spans of one name with the same 
      "names":    {constant of tracing/schema.py: attribute}, those that the page reads,
      "types":    [[name, [attribute, …]], …],
      "type": [], "start": [], "duration": [], "parent": [], "process": [],     one number for each span;
-                                                 the process of several hosts' spans with its host, as text
+                                                 the process of several hosts' spans with its host, as text;
+                                                 of several with one name, the second is "7 (2)"
      "values":   [[value, …], …],                  one list for each span, in the order of its type
      "links":    {index: [index, …]},              those of spans that have some
      "errors":   [index, …],
@@ -19,6 +20,7 @@ epoch), so that JavaScript's numbers hold them. Spans of one name with the same 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +53,7 @@ def payload_of(run: Run, names: Iterable[str] = ()) -> dict[str, Any]:
         name: [] for name in ("type", "start", "duration", "parent", "process", "values")
     }
     links: dict[int, list[int]] = {}
-    has_hosts = len({span.host for span in spans}) > 1
+    processes = _processes(spans)
     for index, span in enumerate(spans):
         type_index = types.setdefault((span.name, *span.attributes), len(types))
         parent = index_of.get(span.parent_id, _NONE) if span.parent_id else _NONE
@@ -59,7 +61,7 @@ def payload_of(run: Run, names: Iterable[str] = ()) -> dict[str, Any]:
         columns["start"].append(_time(span.start_ns - t0_ns))
         columns["duration"].append(_time(span.end_ns - span.start_ns))
         columns["parent"].append(parent if parent != index else _NONE)
-        columns["process"].append(f"{span.process_id} on {span.host}" if has_hosts else span.process_id)
+        columns["process"].append(processes[span.place])
         columns["values"].append([_value(value) for value in span.attributes.values()])
         if span.links:
             links[index] = [index_of[link] for link in dict.fromkeys(span.links) if link in index_of]
@@ -85,6 +87,18 @@ def payload_of(run: Run, names: Iterable[str] = ()) -> dict[str, Any]:
         "traces": {index: spans[index].trace_id for index in requests},
         "causes": _causes(causes, spans, requests, index_of),
     }
+
+
+def _processes(spans: Sequence[Span]) -> dict[tuple[str, int], int | str]:
+    """Return a name for each process, by its place."""
+    has_hosts, counts = len({span.host for span in spans}) > 1, Counter[int | str]()
+    found: dict[tuple[str, int], int | str] = {}
+    for span in spans:
+        if span.place not in found:
+            name = f"{span.process_id} on {span.host}" if has_hosts else span.process_id
+            counts[name] += 1
+            found[span.place] = name if counts[name] == 1 else f"{name} ({counts[name]})"
+    return found
 
 
 def _causes(

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from sgl_aspects.analysis.clocks import align
+from sgl_aspects.analysis.sources import load_runs
 from sgl_aspects.analysis.spans import Span
 from sgl_aspects.cli.main import main
+from sgl_aspects.view.payload import payload_of
 
 MS = 1_000_000
 ROOM = 200 * MS
@@ -122,6 +124,22 @@ def test_a_timeline_of_several_hosts(files: list[str], tmp_path: Path) -> None:
     }
     assert sorted(places) == sorted(names)
     assert len(set(places.values())) == 2
+
+
+def test_processes_of_two_containers_with_one_id_are_two(tmp_path: Path) -> None:
+    """Containers that share the network have the host's name, and often the same process ids."""
+    names: list[str] = []
+    for run_id in ("first", "second"):
+        written = json.dumps(message(run(0, 1), "prefill")).replace('"0000', f'"{len(names)}000')
+        named = {"key": "service.instance.id", "value": {"stringValue": run_id}}
+        names.append(str(tmp_path / f"{run_id}.jsonl"))
+        begin = '"attributes": ['
+        Path(names[-1]).write_text(written.replace(begin, f"{begin}{json.dumps(named)}, ", 1) + "\n")
+    assert payload_of(load_runs(names))["process"] == [7, "7 (2)"] * 3
+    timeline = tmp_path / "timeline.json"
+    assert main(["report", *names, "--format", "perfetto", "-o", str(timeline)]) == 0
+    events = json.loads(timeline.read_text())["traceEvents"]
+    assert len({event["pid"] for event in events}) == 2
 
 
 def test_a_timeline_of_a_process_whose_number_is_none(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class Timeline:
     def __init__(self, *, names_hosts: bool = False) -> None:
         self._names_hosts = names_hosts
         self._named: set[tuple[int, int]] = set()
-        self._numbers: dict[tuple[str, int], int] = {}  # processes by host and process id
+        self._numbers: dict[tuple[str, str, int], int] = {}  # processes by host, run and process id
         self._labels: dict[int, tuple[int, str]] = {}
         self._hosts: dict[str, int] = {}  # in order of arrival
         # track by (trace, request's span)
@@ -130,10 +130,10 @@ class Timeline:
                 yield from self._work_events(span, context, attributes, process_id)
 
     def _number_of(self, span: ReadableSpan) -> int:
-        """Return the process's number, or another one if a process of another host has the same."""
+        """Return the process's number, or another one if a process of another host or run has the same."""
         process_id = int(str(span.resource.attributes.get("process.pid", 0)))
         host = str(span.resource.attributes.get("host.name", ""))
-        key = host, process_id
+        key = host, str(span.resource.attributes.get(schema.SERVICE_INSTANCE, "")), process_id
         if key not in self._numbers:
             taken = set(self._numbers.values())
             self._numbers[key] = next(n for n in itertools.count(process_id, _OTHER_HOST) if n not in taken)
