@@ -76,8 +76,8 @@ def hide_frame(code: types.CodeType, *lines: int) -> types.CodeType:
     Until its instruction RESUME has run, CPython takes a frame for one that is not complete: tracebacks,
     `sys._getframe`, warnings and trace functions leave it out. RESUME is moved from the beginning to each
     of these, `pass` or a text, which compiles to one instruction NOP; a profiler sees the call begin there.
-    Trace functions expect a line there and where the frame ends; all others get none, so a debugger does not
-    stop at them. Code that has no such NOP is returned unchanged.
+    Trace functions expect a line there and where the frame ends; what is before gets none, so a debugger does
+    not stop at it. Code that has no such NOP is returned unchanged.
     """
     if not HIDES_FRAMES:
         return code
@@ -91,7 +91,9 @@ def hide_frame(code: types.CodeType, *lines: int) -> types.CodeType:
     for one in marked:
         instructions[one : one + 2] = resume, 0
     # An entry for each instruction, as CPython's Objects/locations.md says: on the first line, or on none.
-    table = [b"\xe8\0" if one in (resume, *ends) else b"\xf8" for one in instructions[::2]]
+    # From Python 3.12 on handlers come after the first that shows the frame: what they call sees its line.
+    lined = [2 * at >= marked[0] or one in (resume, *ends) for at, one in enumerate(instructions[::2])]
+    table = [b"\xe8\0" if has_line else b"\xf8" for has_line in lined]
     return code.replace(co_code=bytes(instructions), co_linetable=b"".join(table))
 
 
