@@ -289,8 +289,8 @@ def loaded(target: Target, covered: Iterable[str]) -> Iterator[tuple[str, Any]]:
 def covered_by_patterns(targets: Iterable[Target]) -> list[str]:
     """Return the names of loaded modules that patterns of ``targets`` may cover."""
     stems = tuple({stem(pattern) for one in targets for pattern in one.module_patterns})
-    # `sys.modules` may have keys of other types.
-    return [name for name in list(sys.modules) if type(name) is str and name.startswith(stems)]
+    names = list(sys.modules) if stems else []  # may have keys of other types
+    return [name for name in names if type(name) is str and name.startswith(stems)]
 
 
 def bases_of_family(alternate: Alternate, module: Any) -> list[type]:

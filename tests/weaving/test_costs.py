@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -133,6 +133,18 @@ def test_weaving_and_removing_cost_the_same_with_many_hooks_as_with_few() -> Non
         for handle in handles:
             handle.remove()
     assert all(many < few + 40 for few, many in zip(seldom, often)), (seldom, often)
+
+
+def test_weaving_a_function_costs_the_same_with_many_modules_as_with_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with module_of("def f(): pass"):
+        aspects.weave(around("engine:f")).remove()
+        few = calls_of(lambda: aspects.weave(around("engine:f")).remove())
+        for number in range(200):
+            monkeypatch.setitem(sys.modules, f"costly_{number}", ModuleType(f"costly_{number}"))
+        many = calls_of(lambda: aspects.weave(around("engine:f")).remove())
+    assert many == few
 
 
 def test_a_new_subclass_costs_the_same_with_many_subclasses_as_with_few() -> None:
