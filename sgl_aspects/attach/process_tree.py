@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sgl_aspects.engines import find_engines
 from sgl_aspects.errors import AttachError
+from sgl_aspects.files import read_small
 from sgl_aspects.run.processes import stat_of
 from sgl_aspects.terminal import printable
 
@@ -24,6 +25,7 @@ _HELPERS = (
 _SPAWNED = ("multiprocessing.spawn", "--multiprocessing-fork")
 _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 _TITLE = 60
+_LONGEST = 1 << 14  # bytes of a command line: a process can make its own as long as its memory
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def read_process(process_id: int) -> Process | None:
     """Return None if there is no such process, or it is a zombie."""
     try:
         fields = stat_of(f"/proc/{process_id}")
-        words = Path(f"/proc/{process_id}/cmdline").read_bytes()
+        words = read_small(Path(f"/proc/{process_id}/cmdline"), _LONGEST)
     except (FileNotFoundError, ProcessLookupError):
         return None
     if fields[0] in "ZX":

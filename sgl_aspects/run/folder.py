@@ -166,8 +166,8 @@ def describe_run(folder: Path, process_ids: Sequence[int], *, is_elsewhere: bool
     ``is_elsewhere``: it is another container's, with processes that have these ids only there.
     """
     try:
-        words = Path(f"/proc/{process_ids[0]}/cmdline").read_bytes().split(b"\0")
-        command = b" ".join(words).decode(errors="replace").strip()[:_LONGEST_COMMAND]
+        words = read_small(Path(f"/proc/{process_ids[0]}/cmdline")).replace(b"\0", b" ")
+        command = words.decode(errors="replace").strip()[:_LONGEST_COMMAND]
     except OSError:
         command = "ended"
     if is_elsewhere:

@@ -173,6 +173,20 @@ def test_a_long_chain_of_processes_is_followed(monkeypatch: pytest.MonkeyPatch) 
     assert engine_tree(2, is_wanted=True) == chain
 
 
+def test_of_a_long_command_line_the_beginning_is_read() -> None:
+    """Any user can make one of gigabytes, with PR_SET_MM, which attaching to another process reads, too."""
+    words = [sys.executable, "-c", "print(flush=True); input()"]
+    given = [*words, *["x" * 100_000] * 12]
+    with subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = read_process(process.pid)
+        process.communicate(b"\n")
+    assert found is not None
+    assert found.words[:3] == tuple(words)
+    assert sum(map(len, found.words)) < 200_000
+
+
 def test_a_process_that_is_not_there() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
