@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sgl_aspects.analysis.causes import Cause, Causes
-from sgl_aspects.analysis.numbers import PHASES, STEP, report_run
+from sgl_aspects.analysis.numbers import PHASES, STEP, numbers_of
 from sgl_aspects.analysis.spans import Span
 from sgl_aspects.tracing import schema
 
@@ -72,7 +72,7 @@ class Measures:
         """Take the measures of a run; requests that failed are left out."""
         causes = Causes(spans)
         explained = [causes.explain(request).seconds for request in causes.requests if not request.is_error]
-        return cls(_durations(spans), explained)
+        return cls(_durations(spans, causes), explained)
 
 
 def compare(before: Measures, after: Measures) -> list[Change]:
@@ -186,12 +186,11 @@ def _quantile(probability: float, freedom: float) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-def _durations(spans: Sequence[Span]) -> Mapping[str, Sequence[Sample]]:
+def _durations(spans: Sequence[Span], causes: Causes) -> Mapping[str, Sequence[Sample]]:
     """Return samples by measure, in time's order: of requests, their phases, steps, and operators."""
     found: dict[str, list[Sample]] = defaultdict(list)
-    report = report_run(spans)
     size_of: dict[str, tuple[object, ...]] = {}
-    for request in report.requests:
+    for request in map(numbers_of, causes.requests):
         if request.span.is_error:
             continue
         lengths = (request.prompt_tokens, request.output_tokens)
@@ -215,9 +214,8 @@ def _durations(spans: Sequence[Span]) -> Mapping[str, Sequence[Sample]]:
             name = f"{span.name} {operator}" if operator and operator != span.name else span.name
             graph, shape = (str(span.attributes.get(key)) for key in (schema.GRAPH, schema.SHAPE))
             found[f"{name}, {kind[0]}"].append(Sample((*kind, graph, shape), seconds))
-    for phase in report.phases:
-        for step in phase.steps:
-            found[f"step, {phase.phase}"].append(Sample(_kind(step), step.seconds))
+    for step in sorted(causes.steps(), key=lambda step: step.end_ns):
+        found[f"step, {_kind(step)[0]}"].append(Sample(_kind(step), step.seconds))
     return found
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from sgl_aspects.analysis.comparison import Change, Measures, compare, regressions
-from sgl_aspects.analysis.spans import read_spans
+from sgl_aspects.analysis.spans import Span, read_spans
 from sgl_aspects.cli.main import main
+from sgl_aspects.tracing.schema import MODE
 from tests.support.simulated_run import SimulatedRun
 
 REQUESTS = 300
@@ -66,6 +67,17 @@ def test_a_regression_is_found_by_name(part: str, factor: float, folder: Path, b
     assert found, part
     assert found[0].measure.removesuffix(" of requests") == part, found
     assert found[0].low < factor - 1 < found[0].high
+
+
+def test_of_ranks_that_run_the_same_steps_those_of_the_one_that_answers_are_compared() -> None:
+    spans = [
+        Span("chat", "1", "a", "", True, 0, 9, {}, (), 1),
+        Span("decode", "1", "b", "a", False, 0, 9, {}, (), 2),
+        Span("scheduler.step", "2", "c", "", False, 0, 5, {MODE: "decode"}, ("a",), 2),
+        Span("scheduler.step", "3", "d", "", False, 0, 7, {MODE: "decode"}, ("a",), 3),
+    ]
+    (step,) = Measures.of(spans).durations["step, decode"]
+    assert step.seconds == 5e-9
 
 
 @pytest.mark.slow
