@@ -20,10 +20,11 @@ _LEAST_USAGE = 0.05
 #: Steps of one scheduler that may be under way at once.
 _IN_FLIGHT = 16
 _STOPPING = {one.name for one in schema.PREPARATIONS.values()}
-_BEGINNING, _ENDING = (
-    {schema.PREPARATIONS[role].name for role in roles}
-    for roles in (("pause", "sleep"), ("resume", "wake_up"))
-)
+#: What ends a stop, by what begins it.
+_ENDS = {
+    schema.PREPARATIONS[role].name: schema.PREPARATIONS[end].name
+    for role, end in (("pause", "resume"), ("sleep", "wake_up"))
+}
 _PHASES = {*schema.PHASES, schema.PREFILL.name}
 
 
@@ -158,16 +159,22 @@ def schedulers_of(spans: Sequence[Span], requests: Mapping[str, Span]) -> dict[t
 
 
 def _stops(spans: Sequence[Span]) -> dict[tuple[str, int], list[tuple[float, float]]]:
-    """Return when processes were paused, asleep, or given new weights and the like."""
-    found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    begun: dict[tuple[str, int], int] = {}
+    """Return when processes were paused, asleep, or given new weights and the like; one that was put to sleep
+    is paused, too, and woken in part it still is.
+    """
+    parts: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    begun: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)
     for span in sorted((one for one in spans if one.name in _STOPPING), key=lambda one: one.start_ns):
-        if span.name in _BEGINNING:
-            begun.setdefault(span.place, span.start_ns)
-        elif span.place not in begun or span.name in _ENDING:
-            found[span.place].append((begun.pop(span.place, span.start_ns), span.end_ns))
-    for place, start in begun.items():
-        found[place].append((start, math.inf))
+        if (by := _ENDS.get(span.name)) is not None:
+            begun[span.place].setdefault(by, span.start_ns)
+        else:
+            parts[span.place].append((begun[span.place].pop(span.name, span.start_ns), span.end_ns))
+    found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for place in begun:
+        for start, end in sorted([*parts[place], *((since, math.inf) for since in begun[place].values())]):
+            is_within = found[place] and start <= found[place][-1][1]
+            since, until = found[place].pop() if is_within else (start, end)
+            found[place].append((since, max(until, end)))
     return found
 
 

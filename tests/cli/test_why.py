@@ -73,10 +73,25 @@ def test_a_stall_names_the_trace_of_a_step_without_a_number(
     assert named <= {step["traceId"] for step in steps}
 
 
-@pytest.mark.parametrize(("stop", "go"), [("pause", "resume"), ("sleep", "wake_up"), ("update_weights", "")])
+_ASLEEP = [("sleep", 0, 2), ("pause", 0, 1)]
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        [("pause", 0, 1), ("resume", 999, 1000)],
+        [("sleep", 0, 1), ("wake_up", 999, 1000)],
+        [("update_weights", 0, 1000)],
+        [*_ASLEEP, ("wake_up", 400, 401), ("wake_up", 998, 1000), ("resume", 999, 1000)],
+        [*_ASLEEP, ("wake_up", 400, 401), ("update_weights", 500, 600), ("resume", 999, 1000)],
+    ],
+    ids=lambda moments: "-".join(name for name, _, _ in moments),
+)
 def test_what_stops_the_server_is_a_cause(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], stop: str, go: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], moments: list[tuple[str, int, int]]
 ) -> None:
+    """Until the last part of it is over: an engine that is woken in part is still paused. Milliseconds."""
+
     def times() -> dict[str, str]:
         assert main(["why", "request-19", str(run.write(tmp_path / "run.jsonl"))]) == 0
         rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()[2:]]
@@ -93,10 +108,9 @@ def test_what_stops_the_server_is_a_cause(
         for key, is_later in (("startTimeUnixNano", at.__le__), ("endTimeUnixNano", at.__lt__)):
             if is_later(int(span[key])):
                 span[key] = str(int(span[key]) + 10**9)
-    for name, start, end in ((stop, 0, 10**6 if go else 10**9), (go, 10**9 - 10**6, 10**9)):
-        if name:
-            moments = {"startTimeUnixNano": str(at + start), "endTimeUnixNano": str(at + end)}
-            run.spans.append((process, {**step, **moments, "name": name, "spanId": f"{start + 1:016x}"}))
+    for number, (name, start, end) in enumerate(moments, 1):
+        took = {"startTimeUnixNano": str(at + start * 10**6), "endTimeUnixNano": str(at + end * 10**6)}
+        run.spans.append((process, {**step, **took, "name": name, "spanId": f"{number:016x}"}))
     after = times()
     assert after.pop("its server was paused, asleep or changed") == "1.00 s"
     assert after == before

@@ -104,7 +104,7 @@ class Server:
     """A server under disturbances. ``model``: its name in requests; ``folder``: the plugin's.
 
     ``has_min_tokens``: it takes the least length of an answer; it keeps room for answers without an end.
-    ``pauses``: by mode, the path and body that stop it, and the path to go on, unless it does by itself.
+    ``pauses``: by mode, the path and body that stop it, and the paths to go on, unless it does by itself.
     ``step``: seconds between two tokens of one request alone.
     """
 
@@ -237,8 +237,10 @@ def _pause(server: Server, mode: str) -> None:
     server.post(path, body)
     if go_on:
         late = server.begin(f"{mode}: late", _prompt(47, 16), 1)
-        time.sleep(PAUSE / 2)
-        server.post(go_on, {})
+        paths = go_on.split()
+        for path in paths:
+            time.sleep(PAUSE / 2 / len(paths))
+            server.post(path, {})
         late.read()
     interrupted.read()
 

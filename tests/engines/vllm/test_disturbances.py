@@ -39,7 +39,7 @@ class TestVllm(Disturbances):
     model: ClassVar[Mapping[str, Any]] = {"num_hidden_layers": 2, "hidden_size": 128}
     pauses: ClassVar[Pauses] = {
         "keep": ("/pause?mode=keep", {}, "/resume"),
-        "sleep": ("/sleep?level=1&mode=keep", {}, "/wake_up"),
+        "sleep": ("/sleep?level=1&mode=keep", {}, "/wake_up?tags=weights /wake_up?tags=kv_cache"),
         "reload": (
             "/collective_rpc",
             {"method": "reload_weights", "kwargs": {"weights_path": disturbances.SLOW}},
