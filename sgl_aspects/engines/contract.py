@@ -27,6 +27,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "answer_rpc": ("scope", "status"),
     "answer_embedding_rpc": ("scope", "status"),
     "answer_line": ("scope", "status"),  # of a file of requests; the status is the result's, not an error's
+    "refuse_line": ("scope", "status"),  # of one that it does not begin to answer
     "serve_request": ("manager", "http"),
     "serve_pooling": ("manager",),
     "serve_search": ("manager", "request"),  # a request that the engine answers by many of its own

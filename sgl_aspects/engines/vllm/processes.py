@@ -71,16 +71,21 @@ def _answers_rpc(name: str, path: str) -> Role:
     return Role((target,), reads={"scope": scope, "status": status})
 
 
+def _answers_line(name: str, position: int) -> Role:
+    return Role(
+        tuple(f"vllm.entrypoints.{place}.run_batch:{name}" for place in ("launchers", "openai")),
+        reads={
+            "scope": parameter(position, "request", lambda line: {"path": line.url, "headers": ()}),
+            "status": lambda args, kwargs, result=None: result.response.status_code if result else 500,
+        },
+    )
+
+
 ROLES = {
     "answer_rpc": _answers_rpc("Generate", "/generate"),
     "answer_embedding_rpc": _answers_rpc("Embed", "/embed"),
-    "answer_line": Role(
-        tuple(f"vllm.entrypoints.{place}.run_batch:run_request" for place in ("launchers", "openai")),
-        reads={
-            "scope": parameter(1, "request", lambda line: {"path": line.url, "headers": ()}),
-            "status": lambda args, kwargs, result=None: result.response.status_code if result else 500,
-        },
-    ),
+    "answer_line": _answers_line("run_request", 1),
+    "refuse_line": _answers_line("make_async_error_request_output", 0),
     "describe_server": Role(("vllm.v1.engine.async_llm:AsyncLLM.__init__",), reads=_describes(description)),
     "describe_scheduler": Role(("vllm.v1.core.sched.scheduler:Scheduler.__init__",), reads=_describes(_core)),
     "describe_worker": Role(("vllm.v1.worker.**:GPUModelRunner.__init__",), reads=_describes(_worker)),

@@ -138,6 +138,9 @@ class ExchangeObserver:
             trackers.calls.refuse(exchange, operation, headers)
 
 
+_LINES = "answer_line", "refuse_line"
+
+
 class RpcObserver(ExchangeObserver):
     """Likewise for the calls of an engine's gRPC server."""
 
@@ -146,7 +149,8 @@ class RpcObserver(ExchangeObserver):
         self._read = trackers.engine.call_reader
 
     def observations(self) -> list[Observation]:
-        return [self._observation(role) for role in ("answer_rpc", "answer_embedding_rpc", "answer_line")]
+        roles = "answer_rpc", "answer_embedding_rpc", *_LINES
+        return [self._observation(role) for role in roles]
 
     def _observation(self, role: str) -> Observation:
         scope, status = self._read(role, "scope"), self._read(role, "status")
@@ -159,7 +163,7 @@ class RpcObserver(ExchangeObserver):
         def leave(token: tuple[Exchange, Any, Any], result: Any, error: BaseException | None) -> None:
             current_exchange.set(None)
             exchange, args, kwargs = token
-            if isinstance(error, Exception) or role == "answer_line":  # its caller is not gone
+            if isinstance(error, Exception) or role in _LINES:  # its caller is not gone
                 exchange.status = status(args, kwargs, result)
             self._end(exchange, error is None)
 

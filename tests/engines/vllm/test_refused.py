@@ -76,19 +76,23 @@ def test_a_programs_requests_that_are_refused_are_seen_once_each(tmp_path: Path)
 
 
 def test_each_line_of_a_file_of_requests_is_a_request(tmp_path: Path) -> None:
+    """Also one for what this model, or a file of requests, does not do."""
     chat: dict[str, Any] = {"model": "mini", "max_tokens": 4}
     said = [[{"role": "user", "content": text}] for text in ("one", TOO_LONG)]
     bodies = [chat | {"messages": each} for each in said] + [chat | {"model": "other", "messages": said[0]}]
+    urls = [*["/v1/chat/completions"] * len(bodies), "/v1/completions", "/v1/embeddings"]
+    bodies += [bodies[0], {"model": "mini", "input": "one"}]
     lines = [
-        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
-        for number, body in enumerate(bodies)
+        {"custom_id": str(number), "method": "POST", "url": url, "body": body}
+        for number, (url, body) in enumerate(zip(urls, bodies))
     ]
     asked, answered, model = tmp_path / "asked", tmp_path / "answered", make_mini(tmp_path / "mini")
     asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = [VLLM_SERVE[0], "run-batch", "-i", str(asked), "-o", str(answered), "--model", str(model)]
     words += ["--served-model-name", "mini", "--max-model-len", "512", "--enforce-eager"]
-    _, roots = _roots(words, 3)
+    _, roots = _roots(words, len(lines))
     statuses = [json.loads(line)["response"]["status_code"] for line in answered.read_text().splitlines()]
     recorded = [root.attributes.get("http.response.status_code", 200) for root in roots]
-    assert sorted(recorded) == sorted(statuses) == [200, 400, 404]
-    assert Counter(root.name for root in roots) == {"chat mini": 1, "chat": 2}
+    assert sorted(recorded) == sorted(statuses) == [200, 400, 400, 400, 404]
+    names = {"chat mini": 1, "chat": 2, "embeddings": 1, "text_completion": 1}
+    assert Counter(root.name for root in roots) == names
