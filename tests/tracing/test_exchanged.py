@@ -152,6 +152,21 @@ def test_a_request_whose_caller_is_gone_does_not_wait_for_what_its_server_does_l
     assert root.error == "CancelledError"
 
 
+@pytest.mark.parametrize("leaves", ["", "during the answer", "after it"])
+def test_a_whole_answer_that_its_caller_does_not_get_is_an_abort(leaves: str) -> None:
+    """SGLang asks every four seconds whether the caller of an answer in one piece is there."""
+    recorder = Memory()
+    calls = Trackers.of(SGLANG, recorder, DEFAULTS).calls
+    call = Call(recorder.new_id(), "a", 1, TraceContext(5, 7, True, "", False), "text_completion mini")
+    with exchanged(not leaves) as (call.exchange, cycle, _, _):
+        cycle.disconnected = leaves == "during the answer"
+        calls.end(call, "length")
+        cycle.disconnected = bool(leaves)
+    (root,) = recorder.ended
+    assert root.error == ("abort" if leaves else "")
+    assert dict(zip(root.type.attributes, root.values))["gen_ai.response.finish_reasons"] == ["length"]
+
+
 def test_times_in_which_the_caller_did_not_read_add_up() -> None:
     totals = []
     with exchanged(True) as (found, _, _, await_caller):

@@ -395,11 +395,15 @@ class CallTracker:
         """Write its span; of an answer in one piece, or a problem, once the response has given its status."""
         exchange = call.exchange
         if exchange is not None and not exchange.first_ns and (problem or not exchange.is_shared):
-            exchange.at_end.append(partial(self.record, call, problem))
+            exchange.at_end.append(partial(self._record_sent, call, exchange, problem))
             # Read last: the server's thread may be ending it. Nobody gets the response after a hang-up.
-            if not exchange.is_over and not exchange.is_gone():
-                return
-        self.record(call, problem)
+            if exchange.is_over or exchange.is_gone():
+                self._record_sent(call, exchange, problem)
+        else:
+            self.record(call, problem)
+
+    def _record_sent(self, call: Call, exchange: Exchange, problem: str) -> None:
+        self.record(call, problem or ("" if exchange.is_whole or exchange.status else "abort"))
 
     def refuse(self, exchange: Exchange, operation: str | None, headers: Any, problem: str = "") -> None:
         """Record a request that never reached the engine: it was rejected, or its caller had hung up.
