@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextvars import copy_context
 from http import HTTPStatus
 from time import monotonic_ns
 from types import ModuleType, SimpleNamespace
@@ -297,7 +298,7 @@ def test_what_an_engine_refuses_before_it_is_a_request_is_one_without_a_server_t
 ) -> None:
     """Of a program's list, each call of which fails likewise, one: the rest is not submitted.
 
-    A later error may have the identity of an earlier one, which is gone.
+    Of two at once the second one's error may have the identity of the first one's, which is gone.
     """
     recorder = Memory()
     trackers = Trackers.of(VLLM, recorder, DEFAULTS)
@@ -305,10 +306,18 @@ def test_what_an_engine_refuses_before_it_is_a_request_is_one_without_a_server_t
     loop = Loop([*ServingObserver(trackers).observations(), *VLLM.observers(trackers)])
     calls = ["submit_chats"] * (operation == "chat") + roles
     error = _RefusedError()
-    for _ in range(2):
-        tokens = [(loop.found[role], loop.found[role].enter((object(),), {})) for role in calls]
+
+    def enter() -> list[tuple[Any, Any]]:
+        return [(loop.found[role], loop.found[role].enter((object(),), {})) for role in calls]
+
+    def leave(tokens: list[tuple[Any, Any]]) -> None:
         for observation, token in reversed(tokens):
             observation.exit(token, None, error)
+
+    contexts = [copy_context(), copy_context()]
+    entered = [each.run(enter) for each in contexts]
+    for each, tokens in zip(contexts, entered):
+        each.run(leave, tokens)
     begun = [record.name for record in recorder.events if isinstance(record, RequestBegin)]
     assert begun == [operation] * 2
     assert [(root.type, root.error) for root in recorder.ended] == [(REQUEST, "_RefusedError")] * 2

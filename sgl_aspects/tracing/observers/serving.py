@@ -39,13 +39,18 @@ from sgl_aspects.tracing.schema import TEMPLATE, TOKENIZE, WAIT_FOR_ADAPTER
 
 @dataclass(eq=False)
 class _Serving:
-    """A running generator. ``call`` is None until the request got its id."""
+    """A running generator. ``call`` is None until the request got its id.
+
+    ``outer``: the submission of several requests that this one is of. ``is_told``: one of its has the error.
+    """
 
     observer: ServingObserver
     start_ns: int
     manager: Any
     http: Any
     exchange: Exchange | None
+    outer: _Serving | None = None
+    is_told: bool = False
     call: Call | None = None
     tokenized: list[Part] = field(default_factory=list)
 
@@ -62,7 +67,6 @@ class ServingObserver:
         self._calls, self._content = trackers.calls, options.content
         call, reader = engine.call_reader, engine.reader
         self._reader_of_call = call
-        self._told = 0, 0  # the identity of the latest error that a request has, and when it was raised
         self._enter_search = self._serve_enter("serve_search")
         self._searched = call("serve_search", "request")
         self._http = call("serve_request", "http")
@@ -138,6 +142,7 @@ class ServingObserver:
                 return None  # one of the requests by which that one is answered
             http, exchange = self._http(args, kwargs), current_exchange.get()
             serving = _Serving(self, monotonic_ns(), manager(args, kwargs), http, exchange)
+            serving.outer = outer if role == "submit_request" else None
             _serving.set(serving)
             return serving
 
@@ -158,14 +163,15 @@ class ServingObserver:
             if outer is not None and outer.call is not None and outer.call.answers:
                 self._calls.sent(outer.call.answers[-1])
             return
-        _serving.set(None)
+        _serving.set(serving.outer)
+        if serving.outer is not None:
+            serving.outer.is_told = error is not None
         if (call := serving.call) is None:
             self._refuse(serving, error)
             return
         for each in call.answers or [call]:
             self._calls.sent(each)
         if error is not None:
-            self._told = id(error), monotonic_ns()
             self._calls.leave(call, error_type(error), False)
 
     def _serve_exit(self, serving: _Serving | None, result: Any, error: BaseException | None) -> None:
@@ -184,9 +190,8 @@ class ServingObserver:
 
     def _refuse(self, serving: _Serving, error: BaseException | None) -> None:
         """Record what was rejected before it was a request, unless it came by an observed HTTP exchange."""
-        is_told = self._told[0] == id(error) and self._told[1] >= serving.start_ns  # by a call within it
-        if isinstance(error, Exception) and serving.exchange is None and not is_told:
-            self._told, http = (id(error), monotonic_ns()), serving.http
+        if isinstance(error, Exception) and serving.exchange is None and not serving.is_told:
+            http = serving.http
             exchange = Exchange({}, serving.start_ns, status=(http and self._error_status(error)) or 0)
             operation, headers = operation_of(self._path(http) or ""), self._http_headers(http)
             self._calls.refuse(exchange, operation, headers, error_type(error))
