@@ -74,10 +74,12 @@ class Explanation:
     """One request's latency by cause. Seconds; ``seconds`` sum to the request's duration.
 
     ``culprits``: where other requests are the cause, seconds by their span ids: those of ``known`` ones.
+    ``own``: the span ids of its answers, whose prompts are its own.
     """
 
     request: Span
     known: Container[str]
+    own: Container[str] = ()
     seconds: dict[Cause, float] = field(default_factory=lambda: defaultdict(float))
     culprits: dict[Cause, dict[str, float]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(float))
@@ -87,11 +89,17 @@ class Explanation:
         """Add time to a cause; ``culprits`` are requests' span ids with weights."""
         if ns <= 0:
             return
-        self.seconds[cause] += ns / 1e9
         weights = list(culprits)
         total = sum(weight for _, weight in weights)
-        for span_id, weight in (each for each in weights if each[0] in self.known):
-            self.culprits[cause][span_id] += ns / 1e9 * weight / total
+        own = sum(weight for span_id, weight in weights if span_id in self.own)
+        if own and cause in (Cause.QUEUED_PREFILL, Cause.OTHERS_PREFILL):
+            self.add(Cause.PREFILL, ns * own / total)
+            self.add(cause, ns * (1 - own / total), [each for each in weights if each[0] not in self.own])
+            return
+        self.seconds[cause] += ns / 1e9
+        for span_id, weight in weights:
+            if span_id in self.known and span_id not in self.own:
+                self.culprits[cause][span_id] += ns / 1e9 * weight / total
 
     def add_unless_stopped(
         self, cause: Cause, ns: float, stopped_ns: float, culprits: Iterable[tuple[str, float]] = ()
@@ -179,7 +187,7 @@ class Causes:
 
     def explain(self, request: Span) -> Explanation:
         """Divide the request's duration among its causes; that of several answers by those it waited for."""
-        found = Explanation(request, self.by_id)
+        found = self._explanation(request)
         now, phase = request.start_ns, Cause.FRONT_END
         if self._is_sent_at_once(request):
             phase = Cause.HAND_OVER
@@ -211,6 +219,10 @@ class Causes:
         found.add(phase if phase is not Cause.HOST else Cause.DELIVERY, request.end_ns - now - unread)
         return found
 
+    def _explanation(self, request: Span) -> Explanation:
+        own = {answer.span_id for answer in self.answers.get(request.span_id, ())}
+        return Explanation(request, self.by_id, own)
+
     def _unread_ns(self, request: Span, after_ns: int) -> float:
         """Return for how long after its phases the answer waited for the caller to read."""
         for span in self._children[request.span_id]:
@@ -240,7 +252,7 @@ class Causes:
 
     def explain_gap(self, request: Span, gap: Gap) -> Explanation:
         """Divide the time between two tokens among its causes."""
-        found = Explanation(request, self.by_id)
+        found = self._explanation(request)
         scheduler, end = self._schedulers[gap.step.place], gap.step.end_ns
         steps = [step for step in scheduler.ended(gap.start_ns, end) if step.span.end_ns <= end]
         self._add_gap(found, steps, gap.start_ns, end, Cause.DECODE, scheduler, gap.owner)

@@ -116,13 +116,32 @@ def test_without_steps_nothing_is_known() -> None:
 def test_each_answer_of_a_request_has_causes_of_its_own() -> None:
     causes = Causes(several())
     assert [found.span_id for found in causes.find("b")] == ["b"]
-    for rid, decode, queued in (("a", 100, 0), ("b", 280, 580), ("whole", 280, 580)):
+    for rid, decode, queued in (("a", 100, 0), ("b", 280, 580), ("whole", 280, 500)):
         found = causes.explain(causes.by_id[rid])
         assert sum(found.seconds.values()) == pytest.approx(found.request.seconds)
         assert found.seconds[Cause.DECODE] == pytest.approx(decode / 1000)
         in_queue = sum(time for cause, time in found.seconds.items() if cause.name.startswith("QUEUED"))
         assert in_queue == pytest.approx(queued / 1000, abs=0.02)
     assert [gap.seconds for gap in causes.gaps(causes.by_id["b"])] == [0.14, 0.14]
+
+
+def test_the_prompts_of_its_answers_are_a_request_s_own() -> None:
+    """For each answer they are another's."""
+    below: dict[str, Any] = {"parent": "whole", "trace": "trace of whole"}
+    whole, answers = request("whole", 0, 400), [request(rid, 0, 400, **below) for rid in "ab"]
+    spans = [
+        *(whole, *answers, request("other", 0, 900)),
+        *(*phases("a", 0, 0, 100, 400), *phases("b", 0, 100, 300, 400), *phases("other", 0, 0, 300, 900)),
+        step(0, 100, ["a"], "extend"),
+        step(100, 300, ["a", "b", "other"], "mixed"),
+        step(300, 400, ["a", "b"]),
+    ]
+    causes = Causes(spans)
+    found = causes.explain(whole)
+    expected = {Cause.PREFILL: 0.15, Cause.OTHERS_PREFILL: 0.05, Cause.DECODE: 0.2}
+    assert found.seconds == pytest.approx(expected)
+    assert [dict(each) for each in found.culprits.values()] == [{"other": pytest.approx(0.05)}]
+    assert set(causes.explain(answers[1]).culprits[Cause.QUEUED_PREFILL]) == {"a"}
 
 
 def test_a_request_has_the_device_time_of_its_answers() -> None:
