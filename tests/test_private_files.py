@@ -124,6 +124,18 @@ def test_a_file_whose_name_another_user_took_is_not_written(
     assert (named if kind == "file" else precious).read_bytes() == b"old"
 
 
+def test_the_demo_makes_no_file_through_another_users_link(
+    folders: Shared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda _: "at-a-time-that-can-be-guessed")
+    link, nologin = folders.theirs / "demo-at-a-time-that-can-be-guessed.otlp.jsonl", folders.ours / "nologin"
+    link.symlink_to(nologin)
+    os.lchown(link, NOBODY, NOBODY)
+    assert main(["demo", "--output", str(folders.theirs), "--model", str(folders.ours)]) == 2
+    assert "another user's link" in capsys.readouterr().err
+    assert not nologin.exists()
+
+
 def test_a_link_of_ones_own_is_followed(tmp_path: Path) -> None:
     (tmp_path / "latest.jsonl").symlink_to(tmp_path / "first.jsonl")
     with attach(file=str(tmp_path / "latest.jsonl")) as session:

@@ -26,6 +26,7 @@ from sgl_aspects.cli.prompts import PROMPTS
 from sgl_aspects.cli.summary import print_delivery, print_summary
 from sgl_aspects.cli.waterfall import most_telling_request, print_waterfall
 from sgl_aspects.errors import ConfigError
+from sgl_aspects.files import private
 
 # Small enough that the longest prompt takes more than one step, as long prompts do in a real engine.
 _PREFILL_CHUNK = 256
@@ -149,7 +150,7 @@ def _new_file(folder: Path) -> Path:
     file = folder / f"demo-{time.strftime('%Y%m%d-%H%M%S')}.otlp.jsonl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file.touch()
+        os.close(private(str(file), os.O_WRONLY | os.O_CREAT))
     except OSError as error:
         raise ConfigError(
             f"--output {folder}: {error.strerror}. Name a folder that can be written."
