@@ -203,7 +203,7 @@ class Joiner:
             self._see_request(writer, seen, is_late=True)
         for _, writer, record in sorted(self._rootless.take_older(math.inf), key=itemgetter(0)):
             self._give_up(writer, record)
-        for key, (_, begin) in list(self._open.items()):
+        for key, (_, begin) in reversed(self._open.copy().items()):  # a request after its answers
             if isinstance(begin, RequestBegin):
                 self._lose(key)
         self._open.clear()
