@@ -167,6 +167,19 @@ def test_a_whole_answer_that_its_caller_does_not_get_is_an_abort(leaves: str) ->
     assert dict(zip(root.type.attributes, root.values))["gen_ai.response.finish_reasons"] == ["length"]
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_an_error_after_its_caller_hung_up_is_an_abort(is_gone: bool) -> None:
+    """SGLang ends such a request by a ValueError, as it refuses others; `usage` counted it as failed."""
+    recorder = Memory()
+    calls = Trackers.of(SGLANG, recorder, DEFAULTS).calls
+    call = Call(recorder.new_id(), "a", 1, TraceContext(5, 7, True, "", False), "text_completion mini")
+    with exchanged(not is_gone) as (call.exchange, cycle, _, _):
+        cycle.disconnected = is_gone
+        calls.leave(call, "ValueError", False)
+    (root,) = recorder.ended
+    assert root.error == ("abort" if is_gone else "ValueError")
+
+
 def test_times_in_which_the_caller_did_not_read_add_up() -> None:
     totals = []
     with exchanged(True) as (found, _, _, await_caller):

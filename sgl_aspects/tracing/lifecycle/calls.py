@@ -34,6 +34,7 @@ from sgl_aspects.tracing.schema import (
     DETOKENIZE,
     HEADER_REQUEST_ID,
     INPUT_MESSAGES,
+    LEFT_ERRORS,
     OPERATION,
     OUTPUT_TYPE,
     PREFILL,
@@ -403,7 +404,8 @@ class CallTracker:
             self.record(call, problem)
 
     def _record_sent(self, call: Call, exchange: Exchange, problem: str) -> None:
-        self.record(call, problem or ("" if exchange.is_whole or exchange.status else "abort"))
+        is_left = not (exchange.is_whole or exchange.status) and problem not in LEFT_ERRORS
+        self.record(call, "abort" if is_left else problem)
 
     def refuse(self, exchange: Exchange, operation: str | None, headers: Any, problem: str = "") -> None:
         """Record a request that never reached the engine: it was rejected, or its caller had hung up.
