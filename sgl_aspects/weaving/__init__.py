@@ -1,6 +1,6 @@
 """The weaving core: hooks on functions of other people's modules, loaded or not.
 
-Read in this order; each module imports only from those above it:
+Read the docstring of machine first, then in this order; each module imports only from those above it:
 
 targets      parsing of target strings
 attributes   lookup of targets in modules: attribute references

@@ -19,17 +19,17 @@ from sgl_aspects.weaving.targets import Alternate, segment_regex
 MISSING: Any = object()
 PROPERTY_PARTS = ("fget", "fset", "fdel")
 
-# Shared: rebinding identifies containers by id, and a new dictionary might get the id of a freed one.
+# Shared, never written to: rebinding knows containers by id, and a new one might get the id of a freed one.
 _EMPTY: dict[str, Any] = {}
 
 # Reads the namespace of every module, even if its class overrides `__dict__`.
 _MODULE_NAMESPACE: Any = vars(types.ModuleType)["__dict__"]  # a member descriptor
 _CLASS_NAMESPACE: Any = vars(type)["__dict__"]
-_C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
+_C_ATTRIBUTES = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
 class OwnDict(dict[Any, Any]):
-    """A dictionary that keeps originals: rebinding recognises it by its type."""
+    """A dictionary of the weaver's own that holds originals: rebinding skips it."""
 
     __slots__ = ()
 
@@ -145,7 +145,7 @@ def namespace(owner: Any) -> dict[str, Any]:
     # C descriptors only: a property named `__dict__` would run foreign code.
     found: Any = among(bases(kind), "__dict__")
     try:
-        found = found.__get__(owner) if is_a(found, _C_DESCRIPTORS) else None
+        found = found.__get__(owner) if is_a(found, _C_ATTRIBUTES) else None
     except AttributeError:  # a proxy in C around an object without a dictionary
         return _EMPTY
     names: dict[str, Any] = found if is_a(found, dict) else _EMPTY

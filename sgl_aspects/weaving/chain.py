@@ -41,7 +41,7 @@ _OWN = globals()
 
 
 def _named(link: Hook, target: Any) -> Hook:
-    """Return ``link``, unless it is a REPLACE hook, with the names of ``target``, as of `functools.wraps`."""
+    """Give ``link`` the names of ``target``, as `functools.wraps` does; a REPLACE hook keeps its own."""
     if type(link) is types.MethodType and is_of_caller(link):
         link = functools.partial(link.__func__, link.__self__)
     elif not (type(link) is NativeLink or (type(link) is types.FunctionType and link.__globals__ is _OWN)):
@@ -49,8 +49,8 @@ def _named(link: Hook, target: Any) -> Hook:
     return calls_original(functools.update_wrapper(link, target, updated=()))
 
 
-#: Every live link that holds an original, by the ids of the containers through which it does. A call in
-#: progress keeps the chain with which it began, even after its hooks were removed.
+#: Every live link that holds an original, by the ids of the objects through which it refers to it. A call
+#: in progress keeps the chain with which it began, even after its hooks were removed.
 _callers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -121,9 +121,9 @@ def _after(hook: Hook, following: Hook) -> Hook:
 
 @functools.cache
 def hidden(code: types.CodeType) -> types.CodeType:
-    """Return ``code`` with a frame that is hidden until one of its two statements that are a text.
+    """Return ``code`` with a frame that is hidden until one of its two string statements.
 
-    They are its last instructions NOP: an earlier one is that of `try`.
+    They compile to its last two NOPs; an earlier NOP is that of `try`.
     """
     starts = [(code.co_code[begin], line) for begin, _, line in code.co_lines() if line]
     return compat.hide_frame(code, *[line for first, line in starts if first == opcode.opmap["NOP"]][-2:])
@@ -219,8 +219,8 @@ _numbers = itertools.count(1)
 class CompiledChain:
     """The chain of one function, without observers, as an attribute that torch.compile can trace.
 
-    :param reader: an object that lives as long as any code that looks the attribute up: a call that has just
-        begun and a coroutine that has not do so after the function has lost its hooks.
+    :param reader: an object that lives as long as any code that reads the attribute: calls and coroutines may
+        outlive the hooks.
     """
 
     def __init__(self, namespace: dict[str, Any], reader: Any) -> None:

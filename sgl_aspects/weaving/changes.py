@@ -55,7 +55,7 @@ class Changes:
                 self._is_running, self._in_pieces = True, is_in_pieces()
                 change(subjects, strict)
             finally:
-                self._in_pieces = False  # before deferred changes are run: see `run_or_defer`
+                self._in_pieces = False  # cleared first, so that `run_or_defer` loses no change
                 try:
                     self._run_deferred()
                 finally:

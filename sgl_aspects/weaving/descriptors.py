@@ -63,6 +63,7 @@ class Slot:
     """The attribute of a join point, or of several for a property: its original and the installed value.
 
     :ivar occupants: the woven callables that are installed, by part; a class as "".
+    :ivar standing: what was last installed; at first the original.
     :ivar superseded: the class's module ran again, and another join point has the attribute now.
     """
 
@@ -99,13 +100,13 @@ class Slot:
 
         :raises Exception: the attribute cannot be written; nothing has changed then.
         """
-        self._stand(OwnDict(self.occupants, **{part: woven}))
+        self._install(OwnDict(self.occupants, **{part: woven}))
 
     def take_out(self, part: str) -> None:
         """Uninstall the callable of ``part``; the original is restored with the last one."""
-        self._stand(OwnDict(item for item in self.occupants.items() if item[0] != part))
+        self._install(OwnDict(item for item in self.occupants.items() if item[0] != part))
 
-    def _stand(self, occupants: dict[str, Any]) -> None:
+    def _install(self, occupants: dict[str, Any]) -> None:
         owner, name = self._place.owner, self._place.name
         inherits = self._place.inherited
         place = self._place._replace(raw=self.original)

@@ -47,7 +47,7 @@ class WovenFunction:
 
     :param original: the function whose name, documentation and attributes it copies.
     :param anonymous: ``original`` is a callable of another type; the function runs behind a proxy.
-    :ivar code: its code. Others may give it a copy, which needs the chain that lives as long as this.
+    :ivar code: the code last set by :meth:`set_hooks`, kept while others' code stands in its place.
     :ivar function: the replacement of the target.
     """
 
@@ -125,7 +125,7 @@ class WovenFunction:
         if self._compiled is not None:
             self._compiled.set(head)
             self._compiled = None
-        self.applied = False
+        self.applied = False  # so that set_hooks() replaces the code of others, too
         self.set_hooks(head, ())
         if type(original) is types.FunctionType and weakref.getweakrefcount(self._run):
             # Weak references live as long as the original.
@@ -290,7 +290,7 @@ Binding = Literal["nothing", "instance", "class", "either"]
 
 
 class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Wraps what another package's descriptor gives; hooks get the object that it is bound to explicitly.
+    """Wraps what another package's descriptor gives; hooks get the bound object as an explicit argument.
 
     It is pickled and copied as the wrapped object.
 

@@ -90,7 +90,7 @@ class State(str, enum.Enum):
     """The state of a hook."""
 
     PENDING = "pending"
-    """Its module is not loaded yet."""
+    """Its module is not loaded yet, or has not made the attribute."""
     WOVEN = "woven"
     DISABLED = "disabled"
     MISSING = "missing"
@@ -109,7 +109,7 @@ class Advice:
     :param order: lower is nearer to the target; equal orders run in registration order, later ones outside.
     :param required: if the target is missing, the process stops and prints the reason.
     :param on_lost: called with the reason, instead of a warning, if no later import can help.
-    :ivar caller: calls an observer in C if it is the only hook (:meth:`.WovenFunction.set_hooks`).
+    :ivar caller: makes a plain function call its only observer in C (:meth:`.WovenFunction.set_hooks`).
     :ivar errors: the number of an observer's exceptions that were contained.
     :ivar sequence: increases with each advice.
 
@@ -182,7 +182,7 @@ class Advice:
         return self.hook_type is HookType.REPLACE and is_class(self.hook)
 
     def __call__(self, error: Exception) -> Advice:
-        """Count an observer's exception, and log the first; returns itself, the token of a failed `enter`."""
+        """Count an observer's exception, log the first (`failed` in templates); returns itself, the token."""
         self.errors += 1
         if self.errors == 1:
             logger.warning(
@@ -293,7 +293,7 @@ def _check_hook(hook: Any, hook_type: object, target: Target) -> None:
         if is_class(hook):
             fault = "is a class: pass an instance"
         elif not any(map(callable, parts)):
-            fault = "has no enter and no exit()"
+            fault = "has neither enter() nor exit()"
         elif not all(part is None or callable(part) for part in parts):
             fault = "has an enter or exit that cannot be called"
         if fault:

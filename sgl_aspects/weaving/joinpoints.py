@@ -88,7 +88,7 @@ class JoinPoint(abc.ABC):
 
     @property
     def known_by(self) -> tuple[Any, ...]:
-        """The objects that are this join point under any name: the attribute's value, the callable in it."""
+        """What identifies it, whatever attribute holds that: the attribute's value, the callable in it."""
         return () if self.slot.expected is MISSING else (self.standing,)
 
     @property
@@ -157,7 +157,7 @@ class FunctionJoinPoint(JoinPoint):
     def _is_shared(self) -> bool:
         """Return whether the callable in the attribute is hooked wherever it is used.
 
-        What is in a descriptor and no function is used elsewhere on its own: `property(len)`.
+        A non-function inside a descriptor may be used elsewhere, unhooked: `property(len)`.
         """
         is_original = type(self.inner) is types.FunctionType or self.inner is self.slot.original
         return is_original and not self.place.inherited
@@ -262,7 +262,7 @@ class FunctionJoinPoint(JoinPoint):
         return outer, inner
 
     def _is_in_twin(self) -> bool:
-        """Return whether the first of two classes made of one has it: that of a frozen dataclass lives on."""
+        """Return whether an earlier class of this name has it: `@dataclass(slots=True)` makes a second."""
         owner, name = self.place.owner, self.place.name
         if not is_class(owner):
             return False
@@ -336,7 +336,7 @@ class ClassJoinPoint(JoinPoint):
 
     def __init__(self, place: AttributeReference, slot: Slot) -> None:
         super().__init__(place, place.raw, slot)
-        self.own: dict[type, tuple[Exclusions, list[Any]]] = OwnDict()
+        self.own: dict[type, tuple[Exclusions, list[Any]]] = OwnDict()  # of hooks: `own_referrers`
 
     def add(self, advice: Advice) -> None:
         if not advice.is_class_replacement:

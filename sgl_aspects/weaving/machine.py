@@ -2,13 +2,13 @@
 
 The life of one hook, and the files that its steps are in::
 
-    add       Advice in hooks        PENDING; the modules that it waits for are noted      modules
+    add       Weaver.add             PENDING; the modules that it waits for are noted     modules, hooks
     resolve   pure                   the attributes that its target names in one module   attributes
-    attach    JoinPoint for each     the hook is added; nothing is installed yet          joinpoints
+    attach    JoinPoint for each     the hook is added: WOVEN; nothing is installed yet   joinpoints
                 Slot                 the attribute, opened to the callable in it          descriptors
                 WovenFunction        what will take its place, or a proxy                functions
     apply     JoinPoint.apply        the hooks become a chain, the chain code             chain, templates
-                Slot.put             the replacement is installed: WOVEN
+                Slot.put             the replacement is installed
     rebind    one pass for all       other referrers of the original get it, too          rebinding, referrers
     detach    on removal             the hook leaves its join points; apply puts the original back where none
                                      is active, rebind undoes the rest, and join points without hooks go
@@ -18,15 +18,15 @@ What changes its state::
     REMOVED --add--> PENDING --attach--> WOVEN <--set_enabled--> DISABLED
     PENDING --> MISSING       its module is loaded and has no such attribute
     PENDING --> FAILED        the attribute cannot take the hook
-    PENDING, MISSING, FAILED  are resolved again when such a module loads, when an attribute or a subclass is
-                              made, and by :meth:`Weaver.apply`
+    PENDING, MISSING, FAILED  are resolved again when a module that they name loads, when an attribute or a
+                              subclass is made, and by :meth:`Weaver.apply`
     WOVEN --> PENDING         the class with the attribute was replaced, or restored; resolved at once
     any --remove--> REMOVED
 
-A change costs as much as it changes, however much is woven. The weaver alone changes the state: the advices
-(their ``state``, ``detail``, ``rank``, ``absent`` and ``points``) and the join points. All changes happen
-under one lock (:mod:`.changes`). No module is imported while it is held, so that it cannot deadlock with the
-import system. Calls of woven functions take no lock.
+The cost of a change does not grow with the number of hooks that are woven. The weaver alone changes the
+state: the advices (their ``state``, ``detail``, ``rank``, ``absent`` and ``points``) and the join points. All
+changes happen under one lock (:mod:`.changes`). No module is imported while it is held, so that it cannot
+deadlock with the import system. Calls of woven functions take no lock.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class Weaver:
         if not self._advices:
             for own in self._lazy.hooks.values():
                 self._detach(own)
-        changed = self._apply(strict=False)
-        self._compiler.forget(gone, changed)
+        applied = self._apply(strict=False)
+        self._compiler.forget(gone, applied)
         if not self._advices:
             self._watcher.uninstall()
             self._lazy.clear()
@@ -264,13 +264,13 @@ class Weaver:
         :param subclasses: only these subclasses of a ``Class+`` are looked at.
         """
         work = list(work)
-        for classes in (True, False):
+        for replaces_class in (True, False):
             for advice, name, module in work:
-                if advice.is_class_replacement is not classes:
+                if advice.is_class_replacement is not replaces_class:
                     continue
                 for rank in range(len(advice.target.alternates)):
                     self._take(advice, rank, name, module, subclasses, strict=strict)
-            if self._touched:  # by now nothing here refers to what was found: references are counted
+            if self._touched:  # outside `_take`: its locals would count as references
                 self._apply(strict=strict)
 
     def _take(
@@ -320,7 +320,7 @@ class Weaver:
     def _attach(self, advice: Advice, place: AttributeReference, *, rerun: bool = False) -> None:
         """Add ``advice`` to the join point at ``place``, unless it is there; applies nothing.
 
-        A foreign patch over a join point is not woven again for the hooks below it.
+        If another patch covers a join point, the hooks below it are not added again on top.
 
         :param rerun: the object at ``place`` is new, not a patch.
         :raises HookError: the object at ``place`` cannot take this hook, for any error.
@@ -358,9 +358,9 @@ class Weaver:
         # What a subclass inherits is changed before the subclass.
         points, self._touched = sorted(self._touched, key=lambda point: point.depth), {}
         refused: dict[Advice, HookError] = {}
-        extra = {point: point.extra for point in points}  # first: what follows refers to them, too
+        extra = {point: point.extra for point in points}  # counted first: the code below adds references
         if self._just_run is not None and any(count > 0 for counts in extra.values() for count in counts):
-            gc.collect(1)  # of what its module has made, some is garbage, which would go at any moment
+            gc.collect(1)  # now: the module's garbage still refers to the originals
             extra = {point: point.extra for point in points}
         before = OwnDict((point, point.standing) for point in points)
         for point in points:
@@ -371,7 +371,7 @@ class Weaver:
                 self._refuse(point, error, refused)
         for point in points:
             self._points.note_objects(point)
-        # Only now: the parts of a property share their attribute.
+        # Once all are applied: the points of one property share its attribute.
         changed = [point for point in points if before[point] is not point.standing]
         pairs: list[Pair] = []
         for point in changed:

@@ -116,7 +116,7 @@ def _wrap_loader(holder: Any, name: str, loaded: Loaded) -> None:
 
 
 class _NotifyingLoader(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
-    """Wraps the loader of the module ``name`` until it runs the module, which sees only its own loader.
+    """Wraps the loader of the module ``name`` until the module runs; the module sees the original loader.
 
     What others assign to it stays with it, and does not reach the loader that it calls.
     """
@@ -277,7 +277,7 @@ class ModuleIndex:
 
 
 def loaded(target: Target, covered: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the loaded modules that ``target`` may name; ``covered``: those that its patterns may cover."""
+    """Yield the loaded modules that ``target`` may name; ``covered``: candidate names for its patterns."""
     patterns = target.module_patterns
     fitting = [name for name in covered if any(names_module(one, name) for one in patterns)]
     for name in dict.fromkeys((*target.module_names, *fitting)):

@@ -116,7 +116,7 @@ def _classes_in_c(names: dict[Any, Any]) -> list[type]:
 
 
 def _replace_tuple(referrer: tuple[Any, ...], owners: list[Any], new: New) -> int:
-    """Change functions and partials that own the tuple; returns how many ``owners`` need no report."""
+    """Change functions and partials that own the tuple; returns how many were changed or need no change."""
     for owner in owners:
         if is_a(owner, functools.partial):
             _replace_in_partial(owner, new)
@@ -359,7 +359,7 @@ class _Collected:
         """Return the replacement of ``value``; ``value`` itself if it is not an old object."""
         for pair in self.pairs.get(id(value), ()):
             if self._referrer not in pair.exclude and _concerns(pair.only_bound_to, bound_to):
-                return self._new(pair.new, bound_to)  # of which a subclass may have its own
+                return self._new(pair.new, bound_to)  # the new object may be old in another pair
         return value
 
     def _owners(self, held: list[Any], found: list[Any]) -> dict[int, list[Any]]:

@@ -115,7 +115,7 @@ def referrers(objects: list[Any]) -> list[Any]:
     engine's thread if its unfinished tuple is held, and a bytearray cannot grow while a memoryview of it is.
     """
     pieces = _pieces.get()
-    size = len(objects) or 1 if pieces is None else _PIECE_OBJECTS
+    size = (len(objects) or 1) if pieces is None else _PIECE_OBJECTS
     found: dict[int, Any] = {}
     for start in range(0, len(objects), size):
         # An explicit tuple, removed below: Python 3.13 would return the one that it creates for the call.
@@ -135,7 +135,7 @@ Exclusions = frozenset[Any]
 
 
 def exclusions_of(advices: Iterable[Advice], *going: type) -> Exclusions:
-    """Return the containers of the hooks themselves, for REPLACE hooks also of their modules: not rebound.
+    """Return ids not to rebind: of the hooks' containers, and of the namespaces of REPLACE hooks' modules.
 
     Valid now: a class contains others once its methods are woven. ``going``: classes of hooks that go.
     """
@@ -202,7 +202,7 @@ def _containers_in(hook: Any) -> Iterator[Any]:
 
 
 def own_referrers(cls: type) -> tuple[Exclusions, list[Any]]:
-    """Return the referrers of a class from before it replaces another one, and those known by their ids."""
+    """Return ids of what refers to ``cls`` before it replaces a class, and objects that keep them valid."""
     namespaces = {id(namespace(module)) for module in list(sys.modules.values())}
     containers: list[Any] = []
     kept: set[Any] = set()

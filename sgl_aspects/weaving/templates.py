@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 def template(shape: Shape) -> types.CodeType:
     """Return the code of a woven function, with a string such as "<chain>" for each constant.
 
-    All of it is on the target's first line, where a traceback shows the definition.
+    It is on the target's first line, where tracebacks show the definition, but for ``body`` and ``_MARKED``.
     """
     tree = ast.parse("\n".join(_source(shape)))
     factory: Any = tree.body[0]
@@ -82,6 +82,7 @@ def _put(node: ast.AST, line: int) -> None:
 def _source(shape: Shape) -> list[str]:
     free = "".join(f"free{index:04}, " for index in range(shape.free))
     definition = "async def" if shape.kind.value.startswith(("coroutine", "async")) else "def"
+    # The first is one statement, so that `template` moves both of its parts to one line.
     body = ["if 1: calls = '<calls>'; calls.number += 1.0", "chain = '<chain>'"]
     body += _observed(shape) if shape.observers else _delegate(shape, "chain", packed=shape.packed)
     if shape.guarded:  # the branch of the compiler comes last: `pass` marks the first end of the function
