@@ -265,14 +265,14 @@ def _open_for_owner(place: AttributeReference) -> Opened:
     if not is_class(owner) and place.name == "__call__":
         raise HookError(
             f"{place}: a call of an instance uses its class alone; hook the instance itself, or all of them "
-            f"with '{type(owner).__module__}:{type(owner).__qualname__}.__call__'"
+            f"with '{class_name(type(owner))}.__call__'"
         )
     if is_a(raw, (staticmethod, classmethod)):
         return _itself(place, raw.__func__)
     if not callable(raw) or hasattr(type(raw), "__set__"):
         raise HookError(
             f"{place} is a {type(raw).__name__} of {type(owner).__qualname__}, which precedes the "
-            f"instance's attributes; hook '{type(owner).__module__}:{type(owner).__qualname__}.{place.name}'"
+            f"instance's attributes; hook '{class_name(type(owner))}.{place.name}'"
         )
     return _itself(place, raw)
 

@@ -12,6 +12,7 @@ of the target's own.
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 import inspect
@@ -313,13 +314,9 @@ class BoundProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
     __call__.__code__ = hidden(__call__.__code__)
 
     def __copy__(self) -> Any:
-        import copy  # rarely needed
-
         return self._copied(copy.copy(self.__wrapped__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        import copy
-
         return self._copied(copy.deepcopy(self.__wrapped__, memo))
 
     def _copied(self, copied: Any) -> Any:

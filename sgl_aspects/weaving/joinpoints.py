@@ -47,7 +47,6 @@ class JoinPoint(abc.ABC):
     While none is, the identical original object is back. The weaver serialises all changes.
 
     :ivar inner: the hooked object; for a descriptor, the callable in it.
-    :ivar function: the woven function or proxy; None for a class.
     :ivar stale: what still holds the object that was here before, and could not be changed.
     :ivar slot: the attribute; shared by the points for the parts of one property.
     """
@@ -55,7 +54,6 @@ class JoinPoint(abc.ABC):
     __slots__ = ("advices", "inner", "place", "slot", "stale")
 
     kind: str
-    function: Any = None
     calls: Any = 0
     extra: Extra = UNKNOWN
     """The unaccounted references to what is installed now."""
@@ -107,7 +105,7 @@ class JoinPoint(abc.ABC):
         self.advices[:] = [one for one in self.advices if one is not advice]
 
     @abc.abstractmethod
-    def apply(self, guarded: bool = False) -> None:
+    def apply(self, guarded: bool) -> None:
         """Install the replacement if a hook is active, otherwise the identical original.
 
         :raises Exception: the attribute cannot be written, or its owner refuses it.
@@ -128,7 +126,7 @@ class JoinPoint(abc.ABC):
 
 
 class FunctionJoinPoint(JoinPoint):
-    """A function, or another callable."""
+    """A function, or another callable. ``function``: the woven function or proxy that replaces it."""
 
     __slots__ = ("_called", "_observers", "function", "woven")
 
@@ -200,7 +198,7 @@ class FunctionJoinPoint(JoinPoint):
     def release(self) -> None:
         self.woven.release(self._called, self.inner)
 
-    def apply(self, guarded: bool = False) -> None:
+    def apply(self, guarded: bool) -> None:
         installs = self.active and not self.installed
         # Another patch on top may call the replacement, which stays until its last hook is removed.
         removes = not self.active and self.installed and not (self.advices and self.displaced)
@@ -351,7 +349,7 @@ class ClassJoinPoint(JoinPoint):
         exclude = exclusions_of(self.advices, *() if before is self.slot.original else (before,))
         yield Pair(before, self.standing, extra[0], exclude.union(*(kept for kept, _ in self.own.values())))
 
-    def apply(self, guarded: bool = False) -> None:
+    def apply(self, guarded: bool) -> None:
         active = [advice for advice in innermost_first(self.advices) if advice.enabled]
         wanted = active[-1].hook if active else self.slot.original
         if wanted is self.standing:

@@ -104,7 +104,7 @@ def _replace_keys(referrer: dict[Any, Any], new: New) -> None:
 def _replace_in_class(cls: type, new: New) -> None:
     """Change the attributes of a class."""
     # Through setattr: writing to the raw dictionary would not invalidate CPython's method cache.
-    for name, value in list(type.__dict__["__dict__"].__get__(cls).items()):
+    for name, value in namespace(cls).items():
         if new(value) is not value:
             type.__setattr__(cls, name, new(value))
 
@@ -435,8 +435,8 @@ def _described(referrer: Any) -> str:
 
 def _where(owners: list[Any]) -> str:
     """Describe the owner of a tuple, if it has a name."""
-    for owner in owners:
-        if is_a(owner, dict):
-            return f" in module {owner['__name__']}" if _is_of_module(owner) else " in a dict"
-        return f" in {_described(owner)}"
-    return ""
+    if not owners:
+        return ""
+    if is_a(owners[0], dict):
+        return f" in module {owners[0]['__name__']}" if _is_of_module(owners[0]) else " in a dict"
+    return f" in {_described(owners[0])}"

@@ -207,8 +207,8 @@ def own_referrers(cls: type) -> tuple[Exclusions, list[Any]]:
     containers: list[Any] = []
     kept: set[Any] = set()
     with unfrozen():
-        referrers = gc.get_referrers(cls)
-    for referrer in referrers:
+        found = gc.get_referrers(cls)
+    for referrer in found:
         if id(referrer) in namespaces:
             kept.update((id(referrer), name) for name, value in list(referrer.items()) if value is cls)
         elif isinstance(referrer, (list, dict, set, types.CellType)):

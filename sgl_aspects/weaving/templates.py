@@ -84,7 +84,7 @@ def _source(shape: Shape) -> list[str]:
     definition = "async def" if shape.kind.value.startswith(("coroutine", "async")) else "def"
     # The first is one statement, so that `template` moves both of its parts to one line.
     body = ["if 1: calls = '<calls>'; calls.number += 1.0", "chain = '<chain>'"]
-    body += _observed(shape) if shape.observers else _delegate(shape, "chain", packed=shape.packed)
+    body += _observed(shape) if shape.observers else _delegate(shape)
     if shape.guarded:  # the branch of the compiler comes last: `pass` marks the first end of the function
         body = [f"if not {CHAINS_NAME}.compiling():", *_indent(body), *_compiled(shape)]
     if free:
@@ -111,9 +111,9 @@ def _result(shape: Shape, chain: str, packed: bool) -> str:
     return f"{wait}({chain}(*args, **kwargs) if kwargs else {chain}(*args))"
 
 
-def _delegate(shape: Shape, chain: str, *, packed: bool) -> list[str]:
+def _delegate(shape: Shape) -> list[str]:
     """Return statements that call the chain and return its result, as this kind of function does."""
-    result = _result(shape, chain, packed)
+    result = _result(shape, "chain", shape.packed)
     if shape.kind is FunctionKind.ASYNC_GENERATOR:
         return [*_delegate_async(result), "return"]
     if shape.kind is FunctionKind.PLAIN:
@@ -139,7 +139,7 @@ def _observed(shape: Shape) -> list[str]:
             f"except '<Exception>' as error: token{i} = failed{i}(error)",
         ]
     if not exits:
-        return lines + _delegate(shape, "chain", packed=shape.packed)
+        return lines + _delegate(shape)
     result = _result(shape, "chain", shape.packed)
     body = [f"result = ({result})"]
     if shape.kind is FunctionKind.ASYNC_GENERATOR:
