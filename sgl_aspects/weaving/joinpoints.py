@@ -28,7 +28,7 @@ from sgl_aspects.weaving.attributes import (
 )
 from sgl_aspects.weaving.chain import build_chain
 from sgl_aspects.weaving.descriptors import C_CALLABLES, Slot, callable_in, opened
-from sgl_aspects.weaving.functions import WovenFunction
+from sgl_aspects.weaving.functions import Signature, WovenFunction
 from sgl_aspects.weaving.hooks import Advice, FunctionKind, HookType, innermost_first
 from sgl_aspects.weaving.rebinding import Pair, Stale
 from sgl_aspects.weaving.referrers import Exclusions, exclusions_of, own_referrers
@@ -249,9 +249,11 @@ class FunctionJoinPoint(JoinPoint):
             or current(owner, self.place.name) is not self.standing  # it holds another object
         ):
             return UNKNOWN
-        # The woven function has the `__wrapped__` of a decorated one, and not that one itself.
-        decorated = "__wrapped__" in namespace(self.inner)
-        key = (kind, self.place.part, inherits, self.installed, self.woven.applied, decorated)
+        # The woven function refers to the original and to itself, unless others have set these attributes.
+        attributes = namespace(self.function)
+        decorated = attributes.get("__wrapped__") is not self.inner
+        signed = type(attributes.get("__signature__")) is Signature
+        key = (kind, self.place.part, inherits, self.installed, self.woven.applied, decorated, signed)
         if key not in _baselines:
             _baselines[key] = _measure(*key)
         outer, inner = (max(now - then, 0) for now, then in zip(self.count_references(), _baselines[key]))
@@ -289,17 +291,21 @@ _STAND_INS: dict[type, Callable[[Callable[[], Any]], Any]] = {
 }
 """How to make an attribute's value, of each type whose references are counted, from functions."""
 
-_baselines: dict[tuple[type, str, bool, bool, bool, bool], Extra] = {}
+_baselines: dict[tuple[type, str, bool, bool, bool, bool, bool], Extra] = {}
 """The reference counts of such a value without other referrers than its owner and join point, by
-(type, part, inherited, installed, applied, decorated)."""
+(type, part, inherited, installed, applied, decorated, signed)."""
 
 
-def _measure(kind: type, part: str, inherits: bool, installed: bool, applied: bool, decorated: bool) -> Extra:
+def _measure(
+    kind: type, part: str, inherits: bool, installed: bool, applied: bool, decorated: bool, signed: bool
+) -> Extra:
     def make() -> Any:
         def function() -> None: ...
 
         if decorated:
             function.__dict__["__wrapped__"] = None
+        if not signed:
+            function.__dict__["__signature__"] = None
         return function
 
     owner = type("StandIn", (), {"f": _STAND_INS[kind](make)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -205,3 +206,22 @@ def test_one_other_reference_to_a_decorated_function_is_enough_for_a_pass(path: 
                 assert holders[0][0] is vars(owner)[name]
                 assert not {id(holder[0]) for holder in holders} & set(before)
             assert [id(holder[0]) for holder in holders] == before
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+@pytest.mark.parametrize("name", ["__signature__", "__wrapped__"])
+def test_one_other_reference_to_a_function_with_such_attributes_of_its_own_is_enough(
+    name: str, is_hooked: bool
+) -> None:
+    with module_of("def f(x): return x") as engine:
+        holder = [engine.f]
+        before = id(engine.f)
+        if not is_hooked:
+            setattr(engine.f, name, inspect.Signature())
+        handle = aspects.weave(around("engine:f"))
+        if is_hooked:
+            setattr(engine.f, name, inspect.Signature())
+        for change in (handle.disable, handle.enable, handle.remove):
+            change()
+            assert holder[0] is engine.f
+        assert id(engine.f) == before
