@@ -253,10 +253,8 @@ class FunctionJoinPoint(JoinPoint):
         attributes = namespace(self.function)
         decorated = attributes.get("__wrapped__") is not self.inner
         signed = type(attributes.get("__signature__")) is Signature
-        key = (kind, self.place.part, inherits, self.installed, self.woven.applied, decorated, signed)
-        if key not in _baselines:
-            _baselines[key] = _measure(*key)
-        outer, inner = (max(now - then, 0) for now, then in zip(self.count_references(), _baselines[key]))
+        key: Any = (kind, self.place.part, inherits, self.installed, self.woven.applied, decorated, signed)
+        outer, inner = (max(now - then, 0) for now, then in zip(self.count_references(), _measure(*key)))
         if outer == 1 and self._is_in_twin():
             return 0, inner if kind is not types.FunctionType else 0
         return outer, inner
@@ -291,14 +289,13 @@ _STAND_INS: dict[type, Callable[[Callable[[], Any]], Any]] = {
 }
 """How to make an attribute's value, of each type whose references are counted, from functions."""
 
-_baselines: dict[tuple[type, str, bool, bool, bool, bool, bool], Extra] = {}
-"""The reference counts of such a value without other referrers than its owner and join point, by
-(type, part, inherited, installed, applied, decorated, signed)."""
 
-
+@functools.cache
 def _measure(
     kind: type, part: str, inherits: bool, installed: bool, applied: bool, decorated: bool, signed: bool
 ) -> Extra:
+    """Return the reference counts of such a value without other referrers than its owner and join point."""
+
     def make() -> Any:
         def function() -> None: ...
 
