@@ -49,6 +49,7 @@ FOLDER = "attach"
 _PROCESSES = "processes.json"
 _ANSWER_SECONDS = 300.0  # with many processes on few cores, weaving takes a minute
 _PAUSE_SECONDS = 0.002
+_RETRY_SECONDS = 2.0
 _AGENT = "sgl_aspects.attach.agent:perform"
 _FAREWELL = b"detached"
 _Done = TypeVar("_Done")
@@ -150,8 +151,14 @@ class Run:
         """Clean up for the guard: the command was killed, at any stage."""
         if not self._own.exists():
             return
-        self._withdraw()
-        list(self._ask(self.attached(), "detach", {}))
+        deadline, left = time.monotonic() + _ANSWER_SECONDS, self.attached()
+        while left:
+            self._withdraw()
+            failed = [answer.process.id for answer in self._ask(left, "detach", {}) if answer.error]
+            if not failed or time.monotonic() > deadline:
+                break
+            time.sleep(_RETRY_SECONDS)  # such as for the end of a debugger
+            left = [process for process in self.attached() if process.id in failed]
         deadline = time.monotonic() + _ANSWER_SECONDS
         # Processes that the command had started may still be writing; a collector removes the folder itself.
         while self.folder.exists() and collector_state(self.folder) is None:
@@ -173,9 +180,7 @@ class Run:
                 time.sleep(0.02)
 
     def _end_guard(self, *, is_done: bool = True) -> None:
-        """Stop the guard. ``is_done``: nothing is left for it; otherwise it retries once when this process
-        ends.
-        """
+        """Stop the guard. ``is_done``: nothing is left for it; otherwise it retries once this one ends."""
         if self._guard is not None and is_done:
             with contextlib.suppress(BrokenPipeError):
                 self._guard.communicate(_FAREWELL)

@@ -14,7 +14,7 @@ from sgl_aspects import config, env
 from sgl_aspects.attach.debugging import connection
 from sgl_aspects.attach.delegation import owner_to_become, run_as
 from sgl_aspects.attach.operation import Answer, Run
-from sgl_aspects.attach.process_tree import Process, engine_tree
+from sgl_aspects.attach.process_tree import Process, engine_tree, read_process
 from sgl_aspects.attach.rights import check
 from sgl_aspects.cli.run import add_trace_arguments, trace_settings
 from sgl_aspects.errors import AttachError, ConfigError
@@ -139,7 +139,15 @@ def _attach(
     except KeyboardInterrupt:
         print(flush=True)
     finally:
-        restored = _detach(run, collector)
+        answers = run.detach()
+        if collector is None:
+            run.discard()
+        restored = show_detached(answers)
+    left = [answer for answer in answers if answer.error and read_process(answer.process.id) is not None]
+    if collector is not None and left and not collector.has_ended:
+        print(f"the run goes on until they are detached from: sgl-aspects detach {arguments.pid}", flush=True)
+        collector.abandon()
+        return 1
     return _finish(collector, settings) or restored
 
 
@@ -148,13 +156,6 @@ def _wait(collector: CollectorProcess, seconds: float | None) -> None:
     deadline = None if seconds is None else time.monotonic() + seconds
     while not collector.has_ended and (deadline is None or time.monotonic() < deadline):
         time.sleep(_LOOK_SECONDS)
-
-
-def _detach(run: Run, collector: CollectorProcess | None) -> int:
-    answers = run.detach()
-    if collector is None:
-        run.discard()
-    return show_detached(answers)
 
 
 def _finish(collector: CollectorProcess | None, settings: TraceSettings) -> int:

@@ -174,8 +174,10 @@ def test_root_leaves_a_process_alone_that_has_become_another_users(interpreter: 
         (folders.theirs / "drop").touch()
         wait_until(lambda: program.states[-1:] == ["dropped"])
         process.send_signal(signal.SIGINT)
-        assert f"NOT detached: process {program.id} has become user {NOBODY}'s" in finish(process)
+        refused = f"NOT detached: process {program.id} has become user {NOBODY}'s"
+        assert any(refused in line for line in process.stdout)  # the run goes on, and may write more
         assert program.lives()
+    finish(process)
 
 
 def test_a_users_command_line_does_not_control_roots_terminal(interpreter: str, folders: Shared) -> None:

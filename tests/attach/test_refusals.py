@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shutil
 import subprocess
@@ -21,7 +22,8 @@ from sgl_aspects.attach.ptrace import stopped
 from sgl_aspects.attach.rights import Facts, refusal
 from sgl_aspects.cli.main import main
 from sgl_aspects.errors import AttachError
-from tests.support.attachable import command, running
+from tests.support.attachable import attaching, command, finish, run_folder, running
+from tests.support.processes import wait_until
 from tests.support.tree import PACKAGE
 
 _ALLOWED = Facts(
@@ -171,6 +173,25 @@ def test_a_long_chain_of_processes_is_followed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sgl_aspects.attach.process_tree.read_process", lambda number: known[str(number)])
     monkeypatch.setattr(Process, "is_python", True)
     assert engine_tree(2, is_wanted=True) == chain
+
+
+_GOES_ON = "the run goes on until they are detached from: sgl-aspects detach {}\n"
+
+
+def test_a_process_that_a_debugger_holds_at_the_end_is_detached_from_afterwards(tmp_path: Path) -> None:
+    with running(tmp_path) as program:
+        process = attaching(program, "--for=3s")
+        wait_until(lambda: (found := run_folder(process)) is not None and (found / "collector.lock").exists())
+        run = run_folder(process)
+        with stopped(program.id):
+            assert process.stdout is not None
+            until = _GOES_ON.format(program.id)
+            *_, last = itertools.takewhile(lambda line: line != until, process.stdout)
+            assert "NOT detached" in last
+        wait_until(lambda: program.states == ["original", "woven", "original"])
+        wait_until(lambda: run is not None and not run.exists())
+        finish(process)
+        assert process.returncode == 1
 
 
 def test_of_a_long_command_line_the_beginning_is_read() -> None:
