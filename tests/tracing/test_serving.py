@@ -269,6 +269,29 @@ def test_an_answer_that_its_server_cannot_send_is_an_error() -> None:
     assert [*root.values[3:6]] == [3, 4, 0]
 
 
+def test_a_prompt_that_comes_in_parts_is_one_request_until_the_last_is_answered() -> None:
+    """vLLM's /v1/realtime: each part is answered, with a reason why it ended."""
+    recorder = Memory()
+    trackers = Trackers.of(VLLM, recorder, DEFAULTS)
+    found = {each.role: each for each in ServingObserver(trackers).observations()}
+    call = Call(recorder.new_id(), "a", 1, TraceContext(5, 7, True, "", False), "text_completion mini")
+    trackers.calls.live["a"] = call
+    processor = SimpleNamespace(request_states={"a": object()})
+    for is_last in (False, True):
+        prefill = None if is_last else SimpleNamespace(num_prompt_tokens=3, num_cached_tokens=0)
+        output = SimpleNamespace(
+            request_id="a", finish_reason="length", prefill_stats=prefill, new_token_ids=[8, 9]
+        )
+        token = found["receive_outputs"].enter((processor, [output]), {})
+        if is_last:
+            processor.request_states.clear()
+        found["receive_outputs"].exit(token, SimpleNamespace(reqs_to_abort=[]), None)
+        assert bool(recorder.ended) is is_last
+    (root,) = recorder.ended
+    values = dict(zip(root.type.attributes, root.values))
+    assert (root.error, values["gen_ai.usage.output_tokens"]) == ("", 4)
+
+
 def test_an_aborted_request_has_its_detokenizing_also_in_a_process_that_detokenizes_many() -> None:
     """vLLM's, where an abort is no output: a span of its own, and no trace in the next one with its id."""
     recorder = Memory()

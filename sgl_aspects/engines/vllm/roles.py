@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -129,10 +129,12 @@ class _Outputs(NamedTuple):
     """A processed message of the engine.
 
     ``stopped``: requests whose text has a stop string, which the engine does not see.
+    ``going_on``: those that have not ended: a prompt that comes in parts is answered after each.
     """
 
     outputs: Sequence[Any]
     stopped: Iterable[str]
+    going_on: Container[str]
 
     def each(self) -> Iterator[tuple[str, str | None]]:
         for output in self.outputs:
@@ -151,13 +153,14 @@ class _Outputs(NamedTuple):
 
     def _reason(self, output: Any) -> str | None:
         if output.finish_reason is not None:
-            return str(output.finish_reason)
+            return None if output.request_id in self.going_on else str(output.finish_reason)
         return "stop" if output.request_id in self.stopped else None
 
 
 def _outputs(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> _Outputs:
     outputs = args[1] if len(args) > 1 else kwargs.get("engine_core_outputs", ())
-    return _Outputs(outputs, getattr(result, "reqs_to_abort", ()))
+    going_on = () if result is None else args[0].request_states
+    return _Outputs(outputs, getattr(result, "reqs_to_abort", ()), going_on)
 
 
 # -- a request in the engine core --------------------------------------------------------------------------
