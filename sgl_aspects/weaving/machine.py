@@ -84,6 +84,7 @@ class Weaver:
         self._points = JoinPoints()
         self._touched: dict[JoinPoint, None] = {}  # to be applied
         self._just_run: Any = None  # the module whose code has run in the current import
+        self._rerun: Any = None  # the same, unless this is told again, as once it has made a lazy attribute
         self._changes = Changes(self._count_anew)
         self._index = ModuleIndex()
         self._watcher = ModuleWatcher(self._is_wanted, self._module_loaded)
@@ -194,23 +195,23 @@ class Weaver:
         # Called for every import, without the lock: it only reads.
         return name == Compiler.MODULE or self._index.wants(name)
 
-    def _module_loaded(self, name: str, module: Any) -> None:
-        self._changes.run_or_defer(self._weave_loaded, [name, module])
+    def _module_loaded(self, name: str, module: Any, just_run: bool) -> None:
+        self._changes.run_or_defer(self._weave_loaded, [name, module, just_run])
 
     def _weave_loaded(self, loaded: list[Any], strict: bool) -> None:
-        name, module = loaded
-        self._just_run = module
-        lost: list[Advice] = []
+        name, module, just_run = loaded
+        self._just_run, self._rerun = module, module if just_run else None
+        concerned: list[Advice] = []
         try:
             self._compiler.notice(self._points)
             concerned = self._index.concerned(name)
             self._weave([(advice, name, module) for advice in concerned], strict=strict)
             self._weave_subclasses(self._subclasses.classes_of(name, module), strict)
-            lost = [advice for advice in concerned if advice.required and advice.state in LOST]
         except Exception:
             logger.exception("hooks on %s failed; the import continues", name)
         finally:
-            self._just_run = None
+            self._just_run = self._rerun = None
+        lost = [advice for advice in concerned if advice.required and advice.state in LOST]
         if lost:
             stop_without(lost)
 
@@ -306,7 +307,7 @@ class Weaver:
             for place in found.places:
                 try:
                     # The module's code has just run again: its attributes are new, even those woven before.
-                    self._attach(advice, place, rerun=module is self._just_run and place.owner is module)
+                    self._attach(advice, place, rerun=module is self._rerun and place.owner is module)
                 except HookError as fault:
                     faults.append(fault)
             if advice.points:

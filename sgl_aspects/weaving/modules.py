@@ -39,7 +39,7 @@ logger = logging.getLogger("sgl_aspects")
 
 # -- imports -------------------------------------------------------------------------------------------------
 
-Loaded = Callable[[str, Any], None]
+Loaded = Callable[..., None]
 
 
 class ModuleWatcher:
@@ -49,8 +49,8 @@ class ModuleWatcher:
     forever where another finder assigns to the loader that wrapt has wrapped.
 
     :param wanted: called for every module that is imported, without the weaver's lock.
-    :param loaded: called with the name and the entry of `sys.modules`, in the importing thread, under that
-        module's import lock; then the callbacks of :meth:`listen` are.
+    :param loaded: called with the name, the entry of `sys.modules`, and whether its code has just run, in the
+        importing thread, under that module's import lock; then the callbacks of :meth:`listen` are.
     """
 
     def __init__(self, wanted: Callable[[str], bool], loaded: Loaded) -> None:
@@ -75,10 +75,10 @@ class ModuleWatcher:
         elif module is not None:
             when_ready(module, self.module_loaded)
 
-    def module_loaded(self, name: str, module: Any) -> None:
+    def module_loaded(self, name: str, module: Any, just_run: bool = False) -> None:
         """Tell that the code of ``module`` has run; None: it is gone."""
         if module is not None:
-            self._loaded(name, module)
+            self._loaded(name, module, just_run)
             if name in self._listeners:
                 self._notify_listeners(name, module)
 
@@ -133,7 +133,7 @@ class _NotifyingLoader(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = loader
         loader.exec_module(module)
-        notify(name, sys.modules.get(name, module))
+        notify(name, sys.modules.get(name, module), True)
 
     # Warnings and tracebacks leave out the frames of the import system, which they know by the file.
     exec_module.__code__ = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")

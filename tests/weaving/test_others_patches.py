@@ -114,6 +114,23 @@ def test_a_lazy_attribute_and_a_hook_on_the_function_that_makes_it() -> None:
             assert before.items() <= vars(module).items()
 
 
+def test_a_patch_is_not_hooked_again_when_a_lazy_attribute_is_made() -> None:
+    source = """
+    def f(): return 'f'
+    def __getattr__(name):
+        if name != 'late': raise AttributeError(name)
+        return lambda: 'late'
+    """
+    with (
+        module_of(source, "lazily") as module,
+        aspects.woven(around("lazily:f", hooked), around("lazily:late", hooked)),
+    ):
+        ours = module.f
+        module.f = lambda: ("patched", ours())
+        assert module.late() == ("hooked", "late")
+        assert module.f() == ("patched", ("hooked", "f"))
+
+
 def test_a_family_whose_base_is_made_on_first_access() -> None:
     source = """
     def __getattr__(name):
