@@ -216,9 +216,9 @@ class HookRegistry:
         """Register a hook. It takes effect with :meth:`apply_hooks`, or at once on a target that is woven."""
         advice = Advice(Target.parse(target), hook_type, hook, order, source, required)
         with weaver.lock:
-            cls._advices.append(advice)
             if weaver.points_named(advice.target):
                 weaver.add([advice], strict=required)
+            cls._advices.append(advice)
 
     @classmethod
     def adopt(cls, advices: Iterable[Advice]) -> None:

@@ -173,7 +173,7 @@ class Weaver:
             self._lazy.clear()
 
     def _switch(self, advices: list[Advice], enabled: bool) -> None:
-        for advice in advices:
+        for advice in [advice for advice in advices if advice in self._advices]:
             advice.enabled = enabled
             self._touched.update((point, None) for point, _ in advice.points)
             if advice.points:
@@ -269,8 +269,15 @@ class Weaver:
             for advice, name, module in work:
                 if advice.is_class_replacement is not replaces_class:
                     continue
-                for rank in range(len(advice.target.alternates)):
-                    self._take(advice, rank, name, module, subclasses, strict=strict)
+                try:
+                    for rank in range(len(advice.target.alternates)):
+                        self._take(advice, rank, name, module, subclasses, strict=strict)
+                except Exception as error:
+                    if strict:
+                        raise
+                    logger.exception("%s failed in module %s", advice, name)
+                    if advice.state is State.PENDING:
+                        advice.state, advice.detail = State.FAILED, repr(error)
             if self._touched:  # outside `_take`: its locals would count as references
                 self._apply(strict=strict)
 

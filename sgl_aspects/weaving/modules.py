@@ -85,7 +85,10 @@ class ModuleWatcher:
     def _notify_listeners(self, name: str, module: Any) -> None:
         waiting = self._listeners[name]
         while waiting:  # without a lock: the thread that adds one looks here, too
-            callback = waiting.popleft()
+            try:
+                callback = waiting.popleft()
+            except IndexError:  # another thread has taken it
+                return
             if not self._is_needed:
                 self.uninstall()
             callback(module)

@@ -30,6 +30,17 @@ def output_beside_an_engine(folder: Path, *program: str) -> str:
     return output_of(python("-c", *program, cwd=folder))
 
 
+def test_a_removed_hook_that_was_disabled_is_active_when_it_is_woven_again(engine: Any) -> None:
+    hook = around("engine:f", hooked)
+    handle = aspects.weave(hook)
+    handle.remove()
+    handle.disable()
+    assert handle.states == (State.REMOVED,)
+    with aspects.woven(hook) as again:
+        assert again.states == (State.WOVEN,)
+        assert engine.f() == ("hooked", ("f", 0))
+
+
 FREEZING = """
 import gc, json, sys
 import sgl_aspects as aspects

@@ -18,9 +18,11 @@ import pytest
 
 import sgl_aspects as aspects
 from sgl_aspects import State
+from sgl_aspects.weaving import weaver
 from sgl_aspects.weaving.modules import when_ready
 from tests.support.stand_ins import Engine
-from tests.support.woven_modules import METHODS, around, hooked, module_of
+from tests.support.threads import in_threads
+from tests.support.woven_modules import METHODS, around, hooked, mark, module_of
 
 
 def test_modules_under_names_that_are_not_strings() -> None:
@@ -66,6 +68,92 @@ def test_a_method_of_the_modules_own_class() -> None:
             assert module.f(3) == ("hooked", ["engine", 3])
         assert module.f(3) == ["engine", 3]
         assert "f" not in vars(module)
+
+
+def test_a_callback_patches_a_module_that_wove_a_hook_itself(engine: Engine) -> None:
+    """Its import ends twice: for the hook that came before, and for the one that waits until it is ready."""
+    engine.write("weaving_mod.py", "handles = []\ndef act(): pass\n")
+    weaving_mod = engine.load("weaving_mod")
+    weaving_mod.act = lambda: weaving_mod.handles.append(aspects.weave(mark("mod:f", name="second")))
+    engine.write("mod.py", "import weaving_mod\nweaving_mod.act()\ndef f(): return []\n")
+
+    def patch(module: Any) -> None:
+        ours = module.f
+        module.f = lambda: [*ours(), "patched"]
+
+    weaver.when_loaded("mod", patch)
+    with aspects.woven(mark("mod:f", name="first")):
+        assert engine.load("mod").f() == ["first", "second", "patched"]
+    weaving_mod.handles[0].remove()
+
+
+def test_an_attribute_made_by_an_object_without_a_dictionary_is_not_given_to_others() -> None:
+    class Bare:
+        __slots__ = ()
+
+    class Making(Bare):
+        __slots__ = ()
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "f":
+                raise AttributeError(name)
+            return lambda: "f"
+
+    entries: dict[str, Any] = {"making": Making(), "bare": Bare()}
+    sys.modules.update(entries)
+    try:
+        with aspects.woven(around("making:f", hooked)) as handle:
+            assert entries["making"].f() == "f"
+            assert handle.states == (State.MISSING,)
+            with aspects.woven(around("bare:f", hooked)) as other:
+                assert other.states == (State.MISSING,)
+    finally:
+        for name in entries:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("first", ["wrong", "required"])
+def test_a_required_hook_is_not_lost_where_another_fails_unexpectedly(engine: Engine, first: str) -> None:
+    """`on_lost` is another package's code, and may raise anything."""
+
+    def raising(reason: str) -> None:
+        raise RuntimeError("its own")
+
+    engine.write("mod.py", "def f(): return 'f'\n")
+    wrong = around("mod:gone", on_lost=raising)
+    required = around("mod:missing", required=True)
+    found = around("mod:f", hooked)
+    hooks = [wrong, found, required] if first == "wrong" else [required, found, wrong]
+    with aspects.woven(*hooks) as handle:
+        with pytest.raises(SystemExit, match=r"required around hook .* on mod:missing"):
+            engine.load("mod")
+        assert sys.modules.get("mod") is None
+        assert sorted(handle.states) == [State.MISSING, State.MISSING, State.WOVEN]
+
+
+@pytest.mark.parametrize("moment", range(1, 5))
+def test_callbacks_of_two_threads_are_called_once_each(engine: Engine, moment: int) -> None:
+    engine.write("mod.py", "")
+    engine.load("mod")
+    called: list[str] = []
+    lines: list[int] = []
+
+    def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_name != "_notify_listeners":
+            return None
+        lines.extend([frame.f_lineno] if event == "line" else [])
+        if event == "line" and len(lines) == moment:  # another thread comes between
+            with in_threads(lambda: weaver.when_loaded("mod", lambda module: called.append("other"))):
+                pass
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        weaver.when_loaded("mod", lambda module: called.append("mine"))
+    finally:
+        sys.settrace(before)
+    assert sorted(called) == ["mine", "other"]
 
 
 def test_a_module_that_is_gone_when_its_code_has_run() -> None:

@@ -71,6 +71,19 @@ def test_an_observer_that_refuses_to_be_bound_harms_nobody_else(
     del sys.modules["bound_late"]
 
 
+def test_a_required_hook_that_raises_when_it_is_registered_is_not_kept(engine: Any) -> None:
+    HookRegistry.register("engine.f", hooked, HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+    async def never(result: Any, *args: Any) -> None: ...
+
+    with pytest.raises(HookError, match="the hook is async"):
+        HookRegistry.register("engine.f", never, required=True)
+    HookRegistry.apply_hooks()
+    assert not HookRegistry.unregister("engine.f", never)
+    HookRegistry.reset()
+
+
 class Ignoring:
     def __setattr__(self, name: str, value: Any) -> None: ...
 
