@@ -213,8 +213,8 @@ def resolve(
 
 
 def _attribute_maker(module: Any) -> AttributeReference | None:
-    """Return the ``__getattr__`` of ``module``, of its own or of its class."""
-    for owner in (module, *bases(type(module))):
+    """Return the ``__getattr__`` of ``module``, of its own or of its class; None if it cannot keep any."""
+    for owner in () if namespace(module) is _EMPTY else (module, *bases(type(module))):
         raw = current(owner, "__getattr__")
         if is_a(raw, types.FunctionType):
             return AttributeReference(owner, "__getattr__", raw)
@@ -250,7 +250,8 @@ def _absence(path: tuple[str, ...], name: str, module: Any) -> str:
         return f"{within} is a module: write '{within}:{'.'.join(path[1:]) or 'name'}'"
     close = similar(path[0], names)
     if path[0] in names:
-        names = [key for key in dir(owner) if not key.startswith("__")] if is_class(owner) else []
+        every = {key for cls in bases(owner) for key in namespace(cls)} if is_class(owner) else ()
+        names = sorted(key for key in every if not key.startswith("__"))
         close = [f"{path[0]}.{key}" for key in similar(path[-1], names)]
     hint = f"; close names: {', '.join(close)}" if close else ""
     if name == "__main__":

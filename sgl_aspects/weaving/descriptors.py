@@ -248,7 +248,7 @@ def _next_in_line(place: AttributeReference, captured: Callable[..., Any]) -> Ca
             return following.__new__(subject, *args, **kwargs)
         if place.part in ("fset", "fdel"):
             order = bases(type(subject))
-            descriptor = among(order[order.index(owner) + 1 :], name)
+            descriptor = among(order[[one is owner for one in order].index(True) + 1 :], name)
             return getattr(descriptor, "__set__" if args else "__delete__")(subject, *args)
         found = getattr(following, name)
         if type(found) is types.MethodWrapperType and found.__objclass__ is object and name == "__init__":

@@ -288,7 +288,8 @@ def _check_hook(hook: Any, hook_type: object, target: Target) -> None:
         choices = ", ".join(kind.name for kind in HookType)
         raise HookError(f"{target}: {hook_type!r} is not a HookType; choose one of {choices}")
     if hook_type is HookType.OBSERVE:
-        parts = [getattr(hook, name, None) for name in ("enter", "exit", "bound_to")]
+        parts = [getattr(hook, name, None) for name in ("enter", "exit")]
+        parts.append(getattr(type(hook), "bound_to", None))  # as join points look it up
         fault = None
         if is_class(hook):
             fault = "is a class: pass an instance"

@@ -184,7 +184,7 @@ class FunctionJoinPoint(JoinPoint):
         active = _once([advice for advice in innermost_first(self.advices) if advice.enabled])
         replaces = [advice for advice in active if advice.hook_type is HookType.REPLACE]
         observers = [advice for advice in active if advice.hook_type is HookType.OBSERVE]
-        # The last REPLACE wins; the earlier ones stay registered and apply again when it is removed.
+        # The outermost REPLACE wins; the others stay registered and apply again when it is removed.
         chain = replaces[-1:] + [advice for advice in active if advice not in replaces + observers]
         is_async = self.woven.kind is FunctionKind.COROUTINE
         head = build_chain(self._called, self.inner, chain, awaits=is_async)

@@ -55,7 +55,7 @@ from sgl_aspects.weaving.attributes import (
 )
 from sgl_aspects.weaving.chain import Compiler
 from sgl_aspects.weaving.changes import Changes
-from sgl_aspects.weaving.hooks import LOST, Advice, HookType, State, stop_without
+from sgl_aspects.weaving.hooks import LOST, Advice, HookType, State, innermost_first, stop_without
 from sgl_aspects.weaving.joinpoints import JoinPoint, JoinPoints
 from sgl_aspects.weaving.modules import (
     LazyAttributes,
@@ -349,9 +349,10 @@ class Weaver:
             raise HookError(f"{place} cannot be hooked: {error!r}") from error
         advice.points.append((point, point.calls))
         if advice.hook_type is HookType.REPLACE:
-            earlier = [one for one in point.advices[:-1] if one.hook_type is HookType.REPLACE]
-            if earlier:
-                logger.warning("%s overrides %s; removing it restores that one", advice, earlier[-1])
+            ranked = [one for one in innermost_first(point.advices) if one.hook_type is HookType.REPLACE]
+            if len(ranked) > 1:
+                other = ranked[-2] if ranked[-1] is advice else advice
+                logger.warning("%s overrides %s; removing it restores that one", ranked[-1], other)
             owner, name = point.place.owner, point.place.name
             for replacing in self._points.giving(owner) if name in namespace(owner) else ():
                 logger.warning("%s overrides %s of the class given by %s", advice, name, replacing)

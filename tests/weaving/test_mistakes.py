@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import sgl_aspects as aspects
-from sgl_aspects import HookType
+from sgl_aspects import HookSource, HookType
 from sgl_aspects.errors import HookError, TargetError
 from tests.support.processes import python
-from tests.support.woven_modules import around, hand_on, module_of
+from tests.support.woven_modules import advice, around, hand_on, module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -177,6 +178,41 @@ def test_an_overridden_method_of_an_aspect_without_its_decorator_warns(
     assert [report.target for report in aspects.report().hooks] == ["engine:g"]
     assert "Quiet.around carries no decorator" in caplog.text
     assert "repeat the decorator" in caplog.text
+
+
+def test_an_observer_with_bound_to_on_the_instance_alone_is_refused() -> None:
+    """It would never be called: `bound_to` is a method of the observer's class."""
+    with pytest.raises(HookError, match=r"needs enter\(args, kwargs\), exit"):
+        advice("json:dumps", HookType.OBSERVE, types.SimpleNamespace(bound_to=lambda function: None))
+
+
+@pytest.mark.parametrize("orders", [(10, 0), (0, 10), (10, 0, 5)])
+def test_the_warning_of_replacements_names_the_one_that_runs(
+    caplog: pytest.LogCaptureFixture, orders: tuple[int, ...]
+) -> None:
+    with module_of("def f(): return 'f'\n") as engine:
+        for order in orders:
+            source = HookSource(f"order-{order}")
+            aspects.weave(advice("engine:f", HookType.REPLACE, lambda o=order: o, order=order, source=source))
+        assert engine.f() == 10
+    warnings = [record.getMessage().partition("overrides") for record in caplog.records]
+    others = [f"from order-{order}" for order in orders if order != 10]
+    assert ["from order-10" in winner for winner, _, _ in warnings] == [True] * len(others)
+    assert [other in rest for other, (_, _, rest) in zip(others, warnings)] == [True] * len(others)
+
+
+def test_the_names_of_a_class_are_read_without_its_metaclass() -> None:
+    source = """
+    class Meta(type):
+        def __dir__(cls): raise RuntimeError("foreign code")
+    class Base:
+        def running(self): pass
+    class Engine(Base, metaclass=Meta):
+        def stepping(self): pass
+    """
+    with module_of(source):
+        assert "close names: Engine.running" in aspects.explain("engine:Engine.runing")
+        assert "close names: Engine.stepping" in aspects.explain("engine:Engine.steping")
 
 
 def test_a_pytest_fixture_is_refused() -> None:

@@ -137,6 +137,21 @@ def test_a_getter_hooked_in_the_base_runs_in_a_subclass_that_keeps_a_hook_on_the
     assert len(getter.entered) == 1
 
 
+def test_an_inherited_setter_of_a_class_that_equals_all_others(family: Any) -> None:
+    exec(
+        "class Meta(type):\n"
+        "    __hash__ = type.__hash__\n"
+        "    def __eq__(cls, other): return True\n"
+        "class Like(Base, metaclass=Meta): pass\n"
+        "class Below(Like): pass\n",
+        vars(family),
+    )
+    setter = Watch()
+    with aspects.woven(setter.on("engine:Like.p.fset")):
+        family.Below().p = 1
+    assert len(setter.entered) == 1
+
+
 def test_a_bound_method_has_the_hooks_on_its_instance_and_its_class_woven_at_once(family: Any) -> None:
     of_instance, of_class = Watch(), Watch()
     aspects.weave(of_instance.on("engine:made.m"), of_class.on("engine:Base.m"))
