@@ -27,6 +27,8 @@ _MOST = 50_000
 # Of the requests that end at once, the slowest are explained, and in no more than this share of the time.
 _AT_ONCE, _SHARE = 10, 0.2
 _CULPRITS = 3
+# Spans so long before a request are read, too: they tell what a decode step usually takes, and what is full.
+_BEFORE_NS = 1_000_000_000
 
 
 class _Held:
@@ -69,7 +71,7 @@ class SlowRequests:
         if not slow or began < self._pause_until:
             return
         slow = sorted(slow, key=lambda index: spans[index].start_ns - spans[index].end_ns)[:_AT_ONCE]
-        since = min(spans[index].start_ns for index in slow)
+        since = min(spans[index].start_ns for index in slow) - _BEFORE_NS
         requests = [each for each in self._requests.values() if each.end_ns >= since]
         causes = Causes([*requests, *(held.span for held in self._held if held.end_ns >= since)])
         ids = {one: str(each.attributes.get(schema.REQUEST_ID, "")) for one, each in causes.by_id.items()}

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.resources import Resource
 
 from sgl_aspects.analysis.causes import Cause, Causes
-from sgl_aspects.analysis.spans import Span, read_spans
+from sgl_aspects.analysis.slowest import SlowRequests
+from sgl_aspects.analysis.spans import Span, read_spans, span_of
 from sgl_aspects.runtime import Engine, SamplingParams
 from sgl_aspects.tracing import attach, schema
+from sgl_aspects.tracing.collect.join import Joiner
 from sgl_aspects.tracing.collect.process import Collector
+from sgl_aspects.tracing.context import TraceContext
+from sgl_aspects.tracing.export.span import CollectedSpan
+from sgl_aspects.tracing.records import RequestBegin, RequestSeen, RequestSent, SpanEnd, SpanType
 from sgl_aspects.tracing.settings import TraceSettings
 from tests.support import workers
+from tests.support.joined import Writer
 from tests.support.tiny_models import llama_fixture
 
 pytestmark = pytest.mark.usefixtures("forked_collectors", "forked_schedulers")
 
 SLOW = 0.02
+MS = 1_000_000
 spawn = multiprocessing.get_context("spawn")
 
 
@@ -71,6 +80,51 @@ def test_a_slow_request_says_why_and_who_delayed_it(
     later = causes.explain(slow).seconds
     assert found["others_prefill"] == pytest.approx(later[Cause.OTHERS_PREFILL], rel=0.1)
     assert not any(causes_on(request) for request in causes.requests if request.seconds < SLOW)
+
+
+def test_steps_before_a_slow_request_tell_how_long_its_own_part_of_mixed_ones_takes() -> None:
+    """Its steps have all of others' prompts in them, from 120 to 150 and to 180 ms."""
+    found: list[CollectedSpan] = []
+    joiner, caller, scheduler = Joiner(Resource({}), found.append), Writer("1"), Writer("2")
+
+    def add(writer: Any, *records: Any) -> None:
+        joiner.add(writer, *records)
+        for _ in range(3):
+            joiner.match_waiting()
+
+    def span(type: SpanType, root: int, start: int, end: int, links: Sequence[int] = (), **known: Any) -> Any:
+        span_id = next(ids)
+        values = [known.get(name.rpartition(".")[2]) for name in type.attributes]
+        is_step = type is schema.STEP
+        roots = (span_id, 0) if is_step else (root, root)
+        return SpanEnd(type, span_id, *roots, start * MS, end * MS, values, "", links)
+
+    ids = itertools.count(100)
+    for number, start in ((1, 0), (2, 100), (3, 120)):
+        origin = TraceContext(number, 0, True, "", False)
+        add(
+            caller, RequestBegin(number, f"r{number}", start * MS, *origin, "chat m", {}), RequestSent(number)
+        )
+        add(scheduler, RequestSeen(number + 10, f"r{number}", start * MS))
+    add(scheduler, *(span(schema.STEP, 0, at, at + 10, [11], mode="decode") for at in range(0, 90, 10)))
+    add(
+        scheduler,
+        span(schema.PREFILL, 12, 100, 120, tokens=8),
+        span(schema.STEP, 0, 100, 120, [12], mode="extend"),
+    )
+    for at in (120, 150):
+        add(scheduler, span(schema.PREFILL, 13, at, at + 30, tokens=8))
+        add(scheduler, span(schema.STEP, 0, at, at + 30, [12, 13], mode="mixed"))
+    add(scheduler, span(schema.DECODE, 12, 120, 180))
+    explain = SlowRequests(SLOW).explain
+    explain(found)
+    found.clear()
+    add(caller, SpanEnd(schema.REQUEST, 2, 2, 0, 100 * MS, 180 * MS))
+    explain(found)
+    (slow,) = found
+    causes = causes_on(span_of(slow.readable()))
+    assert causes["decode"] == pytest.approx(0.02)
+    assert causes["others_prefill"] == pytest.approx(0.04)
 
 
 def test_no_request_says_why_unless_it_is_asked_for(model: Path, tmp_path: Path) -> None:
