@@ -102,13 +102,14 @@ def _begin_file(settings: TraceSettings, environment: dict[str, str]) -> None:
     from sgl_aspects.tracing.settings import BEGUN
 
     if settings.level:
-        for path in settings.written():
+        written = [path for _, path in settings.files().values()]
+        for path in written:
             if path not in settings.begun:
                 try:
                     SharedFile(path).close()
                 except OSError as error:
                     raise ConfigError(f"{path}: {error.strerror}") from error
-        environment[env.spelled(BEGUN, environment)] = "\n".join(settings.written())
+        environment[env.spelled(BEGUN, environment)] = "\n".join(written)
 
 
 def _announce(settings: TraceSettings) -> None:

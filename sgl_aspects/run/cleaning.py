@@ -44,8 +44,8 @@ def remove_dead_runs(folders: Sequence[Path]) -> None:
 
 
 def _held_if_dead(folder: Path) -> int | None:
-    """Return a descriptor that keeps processes out, if its collector did not end in order, or died before it
-    began, and nothing records there; else None.
+    """Return a descriptor that keeps processes out, if nothing records there and it has no collector that
+    lives or ended in order; else None.
     """
     state = collector_state(folder)
     if state is not None and state.is_alive:

@@ -32,7 +32,7 @@ ASKED_OFFSET = OFFSET + 1
 
 @dataclass(frozen=True)
 class Control:
-    """``level`` is in force, 0 is off; ``wanted`` is the level restored after off; ``sample`` a share, 0 to
+    """``level`` is in force, 0 is off; ``wanted`` is the level that "on" restores; ``sample`` a share, 0 to
     1.
     """
 

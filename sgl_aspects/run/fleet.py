@@ -143,14 +143,19 @@ class FleetControl:
         rule = next((one for one in self._rules if one.fits(attributes)), None)
         if rule is None:
             return
+        known = later = run_control(str(self._folder))
         for ring in self._folder.glob("*.ring"):
             with contextlib.suppress(OSError, struct.error):  # it has just ended, or its ring is damaged
                 control = read_control(ring)
+                later = later or control
                 wanted = control.changed(level=rule.level, sample=rule.sample)
-                if wanted != control:
+                if wanted.words != control.words:
                     write_control(ring, wanted)
-                if run_control(str(self._folder)) != wanted:
-                    write_run_control(self._folder, wanted)
+        if later is not None:
+            later = later.changed(level=rule.level, sample=rule.sample)
+            if known is None or known.words != later.words:
+                with contextlib.suppress(OSError):
+                    write_run_control(self._folder, later)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

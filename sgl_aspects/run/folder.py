@@ -67,7 +67,7 @@ def _make_in(parent: str | None) -> str:
 
 
 def _has_room(folder: str, least_bytes: int) -> bool:
-    """Return whether that and the rings of some processes fit; one without quotas reports 0 files for all."""
+    """Return whether so many bytes and some files fit; some file systems report 0 files for unlimited."""
     system = os.statvfs(folder)
     has_files = not system.f_files or system.f_favail >= _LEAST_FILES
     return has_files and system.f_bavail * system.f_frsize >= least_bytes

@@ -31,7 +31,8 @@ def main(report: int, mark: str, command: list[str]) -> None:
             return
         killed = f"process {process_id} was killed (signal {os.WTERMSIG(status)})"
         if not left:
-            _tell(f"{killed} again; to start it by hand: {sys.executable} -m {' '.join(command[-3:-1])}")
+            by_hand = f"cd / && {sys.executable} -m {' '.join(command[-3:-1])}"
+            _tell(f"{killed} again; to start it by hand: {by_hand}")
             return
         os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
         process_id = _start(command)

@@ -143,14 +143,14 @@ def read_all(folder: str | Path) -> Iterator[ProcessReport]:
         raise ConfigError(
             f"{folder} holds no reports; make them with: sgl-aspects run --report {folder} -- COMMAND"
         )
-    known = {int(file.name.split("-")[0]) for file in files if file.name.split("-")[0].isdecimal()}
+    known = {int(first) for file in files if (first := file.name.split("-")[0]).isdecimal()}
     living: list[Prepared] = []
     with contextlib.suppress(AttachError):  # a forked child has no file before it ends, or is asked
         everyone = prepared_processes(Path(prepared.folder_of(os.geteuid())))
         living = [each for each in everyone if not known.isdisjoint(_lineage(each.process_id))]
-    for one, answer in zip(living, ask(living, f"{__name__}:answer", {}, _ANSWER_SECONDS)):
-        if "error" in answer:
-            logger.warning("process %d: its latest report is shown: %s", one.process_id, answer["error"])
+    for one, told in zip(living, ask(living, f"{__name__}:answer", {}, _ANSWER_SECONDS)):
+        if "error" in told:
+            logger.warning("process %d: its latest report is shown: %s", one.process_id, told["error"])
     for file in sorted(Path(folder).glob(f"*{SUFFIX}")):
         try:
             found: ProcessReport = decoded(ProcessReport, json.loads(read_small(file, _LONGEST)))

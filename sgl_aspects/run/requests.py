@@ -28,8 +28,8 @@ from sgl_aspects.files import read_small, unfollowed, write_private
 from sgl_aspects.run import entry, prepared
 from sgl_aspects.run.control import own_folder
 
-# Runs the script in a new thread of the process; the function says whether it has begun. Returns the seconds
-# for which the main thread was stopped.
+# Runs the script in a new thread of the process; the function says whether it has started. Returns the
+# seconds for which the main thread was stopped.
 Carrier = Callable[[Path, Callable[[], bool]], float]
 
 #: "on": commands may ask this process; a folder: those that name it; "off", or not set: none.
@@ -193,9 +193,9 @@ class Request:
         source = Path(entry.__file__).read_text(encoding="utf-8")
         script = self.taken.with_suffix(".py")
         script.write_text(f"{source}\n\nenter({str(self._folder)!r}, {self._key!r})\n", encoding="utf-8")
-        return carrier(script, self._has_begun)
+        return carrier(script, self._has_started)
 
-    def _has_begun(self) -> bool:
+    def _has_started(self) -> bool:
         """:raises AttachError: the process cannot do it."""
         failure = self.taken.with_suffix(f".py{prepared.FAILED}")
         # The process's own, which may be anything; empty until it is written.
@@ -230,7 +230,7 @@ class Request:
                 return values
             if not is_alive():
                 raise AttachError(f"{process} ended meanwhile")
-            self._has_begun()
+            self._has_started()
             thread = read_small(self.taken).decode(errors="replace")
             ours = Path(f"/proc/{self.process_id}/task/{thread}")
             if thread.isdecimal() and not ours.exists() and not answer.exists():

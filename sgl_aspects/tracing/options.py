@@ -32,7 +32,7 @@ _BAGGAGE = "baggage:"
 _LONGEST_TENANT = 200
 
 
-def tenant_of(headers: Mapping[str, str] | None, source: str) -> str:
+def tenant_of(headers: Mapping[str, str] | None, source: str | None) -> str:
     """Return whom a request is for, by its headers; "" if they do not say.
 
     ``source``: a header's name, or ``baggage:KEY`` for an entry of W3C baggage.

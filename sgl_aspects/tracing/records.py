@@ -87,8 +87,8 @@ class RequestSent(NamedTuple):
 class RequestSeen(NamedTuple):
     """Another process got the request with this id; from here on its records call it ``key``.
 
-    Requests that reuse an id are distinguished by time: it is the one open then. Otherwise the latest
-    unclaimed request with this id (its caller went away first).
+    Requests that reuse an id are distinguished by time: it is the one open then, else the latest unclaimed
+    one, whose caller had left.
     """
 
     key: int
@@ -110,8 +110,8 @@ class SpanEnd(NamedTuple):
     """A whole span. ``parent_id`` 0: it is a root. ``error``: the ``error.type``, "" for none.
 
     ``values`` are in the order of ``type.attributes``; None leaves an attribute out, and so does a list that
-    ends before it. ``links`` are root ids or keys. ``span_id`` 0: not a span but metrics of a step that is
-    not traced.
+    ends before it. ``links`` are root ids or keys. ``span_id`` 0: not a span but figures alone,
+    of a step that is not traced, or of a phase on another host.
     """
 
     type: SpanType

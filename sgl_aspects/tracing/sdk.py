@@ -45,7 +45,8 @@ class SdkRecorder(Recorder):
         self._open, self._ended, self._begun, self._requests, self._seen, self._groups = kept
 
     def text(self, text: str) -> int:
-        return self._texts.setdefault(text, len(self._texts))
+        with self._lock:
+            return self._texts.setdefault(text, len(self._texts))
 
     def write_group(self, key: int, links: Sequence[int]) -> bool:
         self._groups[key] = [*links]

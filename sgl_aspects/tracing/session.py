@@ -143,10 +143,7 @@ class TraceSession:
             return self.summary
         self._set_environment(dict(self._restore))
         self._release()
-        if isinstance(self.recorder, RingRecorder):
-            self.recorder.close(detaches=self._joins)
-        else:
-            self.recorder.close()
+        self.recorder.close(detaches=self._joins)
         self.summary = TraceSummary() if self._collector is None else self._reported(self._collector, timeout)
         return self.summary
 
@@ -173,13 +170,12 @@ class TraceSession:
         if self._collector is not None:
             sealed = seal_run(self.run_folder)
             # With a container's first process the kernel ends all others, the collector too.
-            if sealed is None and os.getpid() == 1:
-                self._collector.ask_to_end()
-            elif sealed is None:
+            if sealed is None and os.getpid() != 1:
                 self._collector.abandon()
                 self._collector = None
             else:
                 self._collector.ask_to_end()
+            if sealed is not None:
                 os.close(sealed)
         return self.close()
 
@@ -245,10 +241,11 @@ def attach(
 ) -> TraceSession:
     """Traces the engines of this process and of the processes it starts.
 
-    ``level``: 1 request, 2 + scheduler, 3 + forward. ``exporters``: of ``"otlp"``, ``"console"``,
-    ``"otlp-json-file"`` (which writes ``file``); by default the one for a given ``endpoint`` or ``file``,
-    else the environment's (:mod:`sgl_aspects.tracing.settings` lists the variables). ``endpoint``: the OTLP
-    base URL. ``prometheus``: the port of a metrics page for it, on loopback. Raises ``ConfigError`` for a
+    ``level``: 1 request, 2 + scheduler, 3 + forward, 4 + operators. ``exporters``: of ``"otlp"``,
+    ``"console"``, ``"perfetto"``, ``"otlp-json-file"`` (which writes ``file``) and those of installed
+    packages; by default the one for a given ``endpoint`` or ``file``, else the environment's
+    (:mod:`sgl_aspects.tracing.settings` lists the variables). ``endpoint``: the OTLP base URL.
+    ``prometheus``: the port of a metrics page for it, on loopback. Raises ``ConfigError`` for a
     choice that cannot work, before anything is changed.
     """
     if _current is not None:

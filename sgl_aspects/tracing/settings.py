@@ -256,9 +256,10 @@ class TraceSettings:
                     "the exporter otlp-json-file needs a file: set SGL_ASPECTS_TRACE_FILE=traces.jsonl"
                 )
             _require("otlp-json-file", "the exporter otlp-json-file")
-            written = self.file if os.path.exists(self.file) else os.path.dirname(self.file) or "."
-            if os.path.isdir(self.file) or not os.access(written, os.W_OK):
-                raise ConfigError(f"SGL_ASPECTS_TRACE_FILE={self.file!r}: name a file in a writable folder")
+        for variable, file in self.files().values():
+            written = file if os.path.exists(file) else os.path.dirname(file) or "."
+            if os.path.isdir(file) or not os.access(written, os.W_OK):
+                raise ConfigError(f"{variable}={file!r}: name a file in a writable folder")
         if "otlp" in exporters:
             _require(self.protocol, f"OTLP over {self.protocol}")
             check_otlp("TRACES", self.protocol, self.endpoint)
@@ -285,18 +286,20 @@ class TraceSettings:
             "--prometheus PORT"
         )
 
-    def written(self) -> tuple[str, ...]:
-        """Return the files that the exporters of spans write."""
-        files = {"otlp-json-file": self.file or "", "perfetto": self.perfetto_file}
-        return tuple(path for name, path in files.items() if name in self.exporters)
+    def files(self) -> dict[str, tuple[str, str]]:
+        """Return what the exporters of spans write: by exporter, the file's variable and path."""
+        files = {
+            "otlp-json-file": ("SGL_ASPECTS_TRACE_FILE", self.file or ""),
+            "perfetto": ("SGL_ASPECTS_TRACE_PERFETTO_FILE", self.perfetto_file),
+        }
+        return {name: file for name, file in files.items() if name in self.exporters}
 
     def destinations(self) -> list[str]:
         """Return where spans and metrics go: OTLP's endpoint first, files, names of other exporters."""
         places = {
             "otlp": self.otlp_endpoint(),
             "prometheus": f"http://{self.prometheus_host}:{self.prometheus_port}/metrics",
-            "otlp-json-file": self.file or "",
-            "perfetto": self.perfetto_file,
+            **{name: path for name, (_, path) in self.files().items()},
         }
         names = {*self.exporters, *self.metric_exporters} - {"none"}
         return [places.get(name, name) for name in sorted(names, key=lambda name: (name != "otlp", name))]

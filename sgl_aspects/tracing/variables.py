@@ -57,7 +57,7 @@ _PROBE_SECONDS = 0.3
 
 
 def normalise(variables: MutableMapping[str, str]) -> None:
-    """Normalize a collector's variables: an empty one is unset, by the specification.
+    """Normalise a collector's variables: an empty one is unset, by the specification.
 
     Blanks around a value are removed, and so are the parts of OpenTelemetry that the application configures
     itself.

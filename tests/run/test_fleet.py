@@ -175,6 +175,22 @@ def test_a_damaged_ring_does_not_end_the_control_of_the_others(tmp_path: Path) -
         wait_until(lambda: recorder.level == 3)
 
 
+def test_what_is_in_force_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring has 32 bits for the share: it reads back as 0.10000000009. Levels of their own are left."""
+    monkeypatch.setattr("sgl_aspects.run.fleet._SECONDS", 0.05)
+    others, written = RingRecorder(str(tmp_path), 3), tmp_path / "control"
+    assert others.open()
+    with address() as (url, served):
+        served.text = rules({"sample": 0.1})
+        with following(tmp_path, url) as (recorder, _):
+            wait_until(written.exists)
+            before, reads = written.stat().st_mtime_ns, served.reads
+            wait_until(lambda: served.reads > reads + 3)
+            assert written.stat().st_mtime_ns == before
+            assert (recorder.level, others.level) == (1, 3)
+    others.close()
+
+
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
 def test_a_server_that_never_comes_to_an_end_is_told(
     start: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

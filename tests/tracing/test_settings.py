@@ -53,6 +53,14 @@ def test_a_wrong_value_names_the_choices(
     assert value.partition(",")[2] in str(raised.value)
 
 
+def test_a_timeline_that_cannot_be_written_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGL_ASPECTS_TRACE", "1")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "perfetto")
+    monkeypatch.setenv("SGL_ASPECTS_TRACE_PERFETTO_FILE", "/nowhere/at/all.json")
+    with pytest.raises(ConfigError, match=r"PERFETTO_FILE='/nowhere/at/all.json': name a file in a writable"):
+        TraceSettings.from_environment()
+
+
 def test_the_file_exporter_needs_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGL_ASPECTS_TRACE", "1")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp-json-file")

@@ -322,7 +322,8 @@ def test_work_in_another_thread_belongs_to_the_request_that_it_names() -> None:
     trackers = Trackers.of(EMBEDDED, recorder, TraceOptions())
     asked = SimpleNamespace(rid="r", is_chat=False, headers=None, prompt="x")
     call = trackers.calls.live["r"] = trackers.calls.begin(asked, None, 1)
-    key = trackers.requests.queued("scheduled").key
+    number: Any = 7  # an engine's ids may be numbers
+    key, numbered = trackers.requests.queued("scheduled").key, trackers.requests.queued(number).key
     declared = DeclaredTrace(Target.parse("m:work"), None, 1, ("task", "rid"), {}, False, "aspects.toml")
     observer = FunctionObserver(recorder, declared, trackers.span_of).bound_to(work)
 
@@ -336,12 +337,13 @@ def test_work_in_another_thread_belongs_to_the_request_that_it_names() -> None:
     with ThreadPoolExecutor() as pool:
         current = pool.submit(traced, "r").result()
         assert pool.submit(traced, "scheduled").result() is None  # its trace is unknown here
+        pool.submit(traced, number).result()
         pool.submit(traced, "unknown").result()
         opened = trackers.calls.enter(call)
         pool.submit(contextvars.copy_context().run, traced, "unknown").result()
         leave(opened)
     spans = recorder.named(f"{work.__qualname__}")
-    assert [span.parent_id for span in spans] == [call.span_id, key, 0, call.span_id]
-    assert [span.root_id for span in spans] == [call.span_id, key, spans[2].span_id, call.span_id]
+    assert [span.parent_id for span in spans] == [call.span_id, key, numbered, 0, call.span_id]
+    assert [span.root_id for span in spans] == [call.span_id, key, numbered, spans[3].span_id, call.span_id]
     assert current is not None
     assert (current.trace, current.span_id) == (call.origin, spans[0].span_id)

@@ -238,7 +238,7 @@ class Joiner:
             for _, owner, oldest in self._rootless.take_first():
                 self._give_up(owner, oldest)
 
-    def _name(self, span_id: int) -> None:
+    def _take_waiting(self, span_id: int) -> None:
         """Use the spans that waited for the root of this id."""
         if not self._rootless.count:
             return
@@ -264,13 +264,13 @@ class Joiner:
             self._open[record.span_id] = (writer, record)
             if record.parent_id == 0:
                 self._roots.add_step(record.span_id)
-                self._name(record.span_id)
+                self._take_waiting(record.span_id)
         elif isinstance(record, RequestBegin):
             root, writer.gets_requests = self._roots.add_request(record), True
             if root.group is None and self._tail is not None and self._tail.concerns(record):
                 self._undecided.begin(record.span_id)
             self._open[record.span_id] = (writer, record)
-            self._name(record.span_id)
+            self._take_waiting(record.span_id)
         elif isinstance(record, RequestSent):
             sent = self._roots.get(record.span_id)
             if sent is not None and sent.begin is not None:
@@ -278,7 +278,7 @@ class Joiner:
                 self._sent.append(sent.begin.request_id)
         elif isinstance(record, RequestElsewhere):
             self._roots.add_elsewhere(*record)
-            self._name(record.key)
+            self._take_waiting(record.key)
         elif isinstance(record, ProcessDescribed):
             self._builder.describe(writer, record.attributes)
 
@@ -289,7 +289,7 @@ class Joiner:
         if root is None:
             return False
         self._roots.name(record.key, root)
-        self._name(record.key)
+        self._take_waiting(record.key)
         return True
 
     def _take_span(self, writer: Writer, record: SpanEnd, is_last_chance: bool = False) -> bool:
@@ -309,9 +309,10 @@ class Joiner:
             root = roots.add_step(root_id if parent_id else span_id)
             if parent_id and is_elsewhere:
                 roots.finish(root)
-            self._name(root_id)
+            self._take_waiting(root_id)
         if links and not is_last_chance and None in map(roots.get, links):
             return False
+        is_remote = False
         if parent_id:
             if root.begin is not None:
                 if end_ns > root.last_child_ns:
@@ -321,8 +322,6 @@ class Joiner:
             # Other processes refer to the request by a key: a span below the key is below the request.
             if parent_id == root_id:
                 parent_id, is_remote = root.span_id, root.is_remote
-            else:
-                is_remote = False
         elif root.begin is not None:
             root.end_ns = end_ns
             root.is_counted = writer.is_counted and span_id not in self._held_earlier
@@ -330,7 +329,6 @@ class Joiner:
             self._held.append((writer, record))
             return True
         else:
-            is_remote = False
             roots.finish(root)
         self._emit_span(writer, record, root, parent_id, is_remote, _INTERNAL, type.name)
         return True

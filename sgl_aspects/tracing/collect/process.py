@@ -240,7 +240,7 @@ class Collector:
             self._joiner.woven_ns = woven_ns(Path(self._folder))
         with self._reader.lock:
             read = list(self._reader.poll_rings())
-            for writer in self._reader.writers.values():  # after reading, so that it is known of each record
+            for writer in self._reader.writers.values():  # after reading: no record before it is missed
                 if began := writer.detaching_ns:
                     self._joiner.detaching(began)
             for writer, records in read:

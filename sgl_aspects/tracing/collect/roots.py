@@ -182,8 +182,8 @@ class Roots:
         return root
 
     def begun_after(self, writer: str, seen: RequestSeen) -> Root | None:
-        """Return the request with this id that began within a second: of a front end that is not Python one
-        of an engine's ranks begins it, when a follower may have it already.
+        """Return the request with this id that began within a second: where the front end is not Python, one
+        rank begins it, perhaps after a follower has it.
         """
         for root in self._requests.get(seen.request_id, ()):
             if root.begin is not None and 0 < root.begin.start_ns - seen.time_ns < 1_000_000_000:
@@ -192,8 +192,8 @@ class Roots:
         return None
 
     def send(self, root: Root) -> None:
-        """Note that it was sent, and give it what was taken for the one before it with its id: its scheduler
-        may have been read just before the caller.
+        """Note that it was sent, and give it the records that went to the one before it with its id: its
+        scheduler may have been read just before the caller.
         """
         root.is_sent = True
         for other in self._requests[root.begin.request_id][-2:] if root.begin is not None else ():

@@ -59,8 +59,8 @@ class RunReader:
         """Read what was written since the last call, each ring's records at once; their slots are the
         writer's again after ``commit``. ``has_more`` afterwards: some ring has a lot left to read.
 
-        Those of processes that get requests are read last and come first: what other processes wrote of a
-        request, maybe the second with its id, comes after all that its caller's wrote before.
+        Rings of processes that get requests are read last but yielded first: a caller's records precede
+        what others wrote of the same request.
         """
         for writer in self.find():  # first, since spans name their rank if there are several
             yield writer, [*writer.descriptions()]

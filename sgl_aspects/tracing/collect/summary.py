@@ -13,8 +13,8 @@ class TraceSummary:
     """Counts of one run. For every exporter: ``exported + not_delivered == spans_recorded``.
 
     ``unfinished``: spans whose process ended first, exported with an error status. ``not_sampled``: spans of
-    requests whose caller's ``traceparent`` is unsampled. ``dropped``: records lost because a ring was full.
-    ``unjoined``: spans whose request was never read. ``damaged``: lines that could not be read.
+    requests that their caller or our sampling left out. ``dropped``: records lost because a ring was full.
+    ``unjoined``: spans whose request was never read. ``damaged``: records that could not be read.
     ``restarted``: the collector was killed, and these are the counts of its successor. ``problem``: why the
     counts are missing, "" if they are complete.
     """

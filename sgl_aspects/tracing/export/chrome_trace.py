@@ -249,7 +249,7 @@ class Timeline:
 
 
 class _Lane:
-    """Return a track for traces that do not overlap."""
+    """A track for traces that do not overlap."""
 
     def __init__(self) -> None:
         self.trace_id = 0

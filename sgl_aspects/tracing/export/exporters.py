@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 #: Seconds that a registered exporter may take to be made: the other exporters wait for it.
 _MAKING_SECONDS = 10.0
+_FILES = {"otlp-json-file": OtlpJsonFileExporter, "perfetto": ChromeTraceExporter}
 
 
 def make_pipeline(name: str, settings: TraceSettings, *, append: bool = False) -> Pipeline:
@@ -52,14 +53,10 @@ def make_pipeline(name: str, settings: TraceSettings, *, append: bool = False) -
 def _span_exporter(name: str, settings: TraceSettings, *, append: bool) -> SpanExporter:
     if name == "console":
         return ConsoleSpanExporter(out=sys.stdout)
-    if name == "otlp-json-file":
-        path, variable = settings.file or "", "SGL_ASPECTS_TRACE_FILE"
-    elif name == "perfetto":
-        path, variable = settings.perfetto_file, "SGL_ASPECTS_TRACE_PERFETTO_FILE"
-    else:
+    if name not in _FILES:
         exporter: SpanExporter = _registered("traces", name, ("export", "shutdown"))
         return exporter
-    make = OtlpJsonFileExporter if name == "otlp-json-file" else ChromeTraceExporter
+    make, (variable, path) = _FILES[name], settings.files()[name]
     try:
         return make(path, append=append or path in settings.begun)
     except OSError as error:

@@ -116,7 +116,7 @@ class EngineMetrics:
     """The instruments. Updated by one thread; exporters read them in theirs."""
 
     def __init__(self, meter: Meter, targets: tuple[float | None, float | None] = (None, None)) -> None:
-        """``targets``: seconds to the first token, and between tokens; None: not one."""
+        """``targets``: seconds to the first token, and between tokens; None: no target."""
         self._meter = meter
         self._targets = targets
         self._histograms = {
@@ -176,7 +176,7 @@ class EngineMetrics:
         named = (*common, (schema.ERROR_TYPE, end.error)) if end.error else common
         of_trace = (begin.trace_id, begin.span_id) if begin.sampled else None
         self._record(schema.REQUEST_DURATION, duration, named, of_trace)
-        prompt, output = (_number(values, f"gen_ai.usage.{name}_tokens") for name in ("input", "output"))
+        prompt, output = (_number(values, name) for name in (schema.INPUT_TOKENS, schema.OUTPUT_TOKENS))
         for kind, count in (("input", prompt), ("output", output)):
             if count is not None:
                 labels = (*common, (schema.TOKEN_TYPE, kind))

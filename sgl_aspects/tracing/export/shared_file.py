@@ -17,7 +17,7 @@ _WRITERS = 1 << 62
 
 
 class SharedFile:
-    """Truncate ``path`` unless ``append``. Raises ``OSError`` if it cannot be written, is a pipe other than
+    """A file, truncated unless ``append``. Raises ``OSError`` if it cannot be written, is a pipe other than
     standard output, or is to be truncated while another process has it open.
 
     A new file is for this user only. What a killed collector had begun to write after the last whole line is

@@ -48,7 +48,8 @@ class Trackers(NamedTuple):
 
     def span_of(self, rid: Any) -> OpenSpan | None:
         """The span of the request with this id, if it is open in this process."""
-        if not isinstance(rid, str):
+        is_id = isinstance(rid, (str, int))  # an engine's ids may be numbers
+        if not is_id:
             return None
         call = self.calls.live.get(rid)
         if call is not None:

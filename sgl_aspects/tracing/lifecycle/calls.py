@@ -90,8 +90,7 @@ class Call:
     #: Its front end is not Python: it begins and ends where its scheduler gets it and ends it.
     is_here: bool = False
     is_group: bool = False
-    #: Its number of prompts, if the engine searches by many requests of its own, its ``answers``: the first
-    #: have the prompts.
+    #: Of a beam search by many requests of the engine's own (``answers``): its prompts, which the first have.
     searched: int = 0
     samples: int = 1
     answers_left: int = 0
@@ -147,7 +146,7 @@ class CallTracker:
         self._parts = {type: recorder.spans(type) for type in parts}
         self._write_detokenize = recorder.spans(DETOKENIZE)
         self._phases = {type: recorder.spans(type) for type in (QUEUE, PREFILL, DECODE)}
-        #: By scheduler on another host: what its clock is behind this one's, in nanoseconds, at most.
+        #: By scheduler on another host: this clock less its, in nanoseconds, at most.
         self._clocks: dict[int, int] = {}
         reader = engine.reader
         self._rids = reader("request.rids")
@@ -188,7 +187,7 @@ class CallTracker:
     ) -> Call:
         """Open a request that was received. ``origin``: its trace, if not from its ``headers``."""
         recorder = self._recorder
-        tenant = self._tenant and tenant_of(headers, self._tenant)
+        tenant = tenant_of(headers, self._tenant)
         if own := self._headers(request):
             headers = {**(headers or {}), **own}
         key = self._shared_key(request)
@@ -215,7 +214,7 @@ class CallTracker:
             value = read(request)
             if value is not None and value != ():
                 attributes[name] = value
-        if self._tenant and (tenant := tenant or tenant_of(headers, self._tenant)):
+        if tenant := tenant or tenant_of(headers, self._tenant):
             attributes[TENANT] = tenant
         callers_id = (headers or {}).get("x-request-id")
         if callers_id:
@@ -460,7 +459,6 @@ class CallTracker:
             response_id = exchange.response_id or response_id
             parsed = exchange.parsed_ns / 1e9 or None
             self._add_unread(call, exchange)
-        # Clamp at 0: the clock may have been set back.
         to_first = (first_ns - call.start_ns) / 1e9 if first_ns and first_ns >= call.start_ns else None
         problem = problem or next(filter(None, (self._engine.outcome(one).problem for one in reasons)), "")
         if exchange is not None and exchange.status >= 400:

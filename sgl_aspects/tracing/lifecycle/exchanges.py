@@ -33,7 +33,7 @@ Part: TypeAlias = "tuple[int, int, tuple[AttributeValue, ...], str]"
 
 @dataclass(eq=False)
 class Exchange:
-    """One HTTP request and its response, in nanoseconds since the epoch; 0: not yet.
+    """One HTTP request and its response, in nanoseconds of ``monotonic_ns``; 0: not yet.
 
     ``scope``: ASGI's. ``status``, ``response_id``: the response's. ``is_taken``: an engine's request is this
     exchange's; further ones in it have times of their own (``is_shared``). ``is_over``: it has ended.

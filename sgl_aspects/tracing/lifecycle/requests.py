@@ -18,7 +18,7 @@ from sgl_aspects.tracing.record.recorder import Recorder
 from sgl_aspects.tracing.records import AttributeValue, RequestElsewhere, RequestSeen, SpanType
 from sgl_aspects.tracing.schema import DECODE, PHASES, PREFILL, QUEUE
 
-# As many values as the phase has attributes: a writer would have to fill them up.
+# One None for each attribute of the phase.
 _NOT_KNOWN = {name: (None,) * len(type.attributes) for name, type in PHASES.items()}
 
 
@@ -40,10 +40,11 @@ class ScheduledRequest:
     #: The end of the latest chunk, and the output tokens before the open phase.
     fed_ns: int = 0
     decoded: int = 0
-    #: Drafts so far; or the engine's own counts: tokens, and how many were accepted at each position; and
-    #: those before the open ``decode``.
+    #: Drafts so far, as counted here.
     drafts: Any = field(default_factory=native.DraftCounts)
+    #: The engine's own counts: tokens, and how many were accepted at each position.
     drafts_told: tuple[int, list[int]] = (0, [])
+    #: Those before the open ``decode``.
     drafts_before: tuple[int, list[int]] = (0, [])
     #: Tokens of its prompt that were fed to the model before its first output.
     fed: int = 0

@@ -31,7 +31,7 @@ from sgl_aspects.tracing.records import AttributeValue
 _MOST_DETAILS = 1000
 
 
-_IN_RUN_BATCH = (*(layout.CHILD_FORWARD, layout.CHILD_SAMPLE, layout.CHILD_DRAFT, layout.CHILD_DRAFT_EXTEND),)
+_IN_RUN_BATCH = (layout.CHILD_FORWARD, layout.CHILD_SAMPLE, layout.CHILD_DRAFT, layout.CHILD_DRAFT_EXTEND)
 
 
 class Step(native.Step):
@@ -100,10 +100,10 @@ class StepTracker(native.Tracker):
     step being launched or processed. ``finishing``: a request may have ended since the latest result.
     ``untimed``: the number of graph replays between two whose device time is read. ``has_passes``: the steps'
     forward passes run in this process, so that no other needs to derive their ids.
-    ``remote``: where steps run in another process, the step of the latest pass here (0: it is not recorded),
-    and its open span.
+    ``remote``: where steps run in another process, the ids of the latest pass's step (0: it is not recorded)
+    and of its open span.
     ``on_level`` is called once, with the level and ``has_passes``, before a step, when the recorder's level
-    has changed; ``on_asked`` when a command asks something.
+    has changed; ``on_asked`` when a command asks for a profile.
     """
 
     steps: OpenSteps | None
@@ -210,7 +210,7 @@ class StepTracker(native.Tracker):
         """Note that forward passes run in this process; below level 3 the next step removes their hook."""
         self.has_passes = True
         if self.level < 3:
-            self.level = 0  # unlike the recorder's: see begin()
+            self.level = 0  # so that the next begin() calls on_level
 
     def begin_unrecorded(self, batch: Any) -> Step:
         """Return a placeholder for a batch whose step is not recorded but whose result is awaited."""
@@ -384,23 +384,24 @@ class StepTracker(native.Tracker):
 
     def _open(self, step: Step, child: int) -> Fields:
         """Return the fields of a child's open span, with its parent's as the outer ones."""
-        self._announce(step)
+        start = self._announce(step)
         if child not in step.spans:
             parent = layout.CHILD_RUN_BATCH if child in _IN_RUN_BATCH else 0
             outer = self._open(step, parent) if child else None
-            start = step.words[step.block + (CHILD_STARTS[child] if child else layout.RUN_START)]
+            start = step.words[step.block + CHILD_STARTS[child]] if child else start
             ids = layout.child_id(step.id, child), step.id, layout.child_id(step.id, parent) if child else 0
             span = self._recorder.open_span(CHILD_TYPES[child] if child else schema.STEP, *ids, start)
             step.spans[child] = step.id, ids[0], None, span, outer
         return step.spans[child]
 
-    def _announce(self, step: Step) -> None:
-        """Record that the step has begun, for the spans below it."""
+    def _announce(self, step: Step) -> int:
+        """Record that the step has begun, for the spans below it; return when."""
+        words, block = step.words, step.block
+        start: int = words[block + layout.SCHEDULE_START] or words[block + layout.RUN_START]
         if not step.is_announced:
             step.is_announced = True
-            words, block = step.words, step.block
-            start = words[block + layout.SCHEDULE_START] or words[block + layout.RUN_START]
             self._recorder.announce(schema.STEP, step.id, step.id, 0, start)
+        return start
 
     def keep_detail(
         self,

@@ -45,7 +45,7 @@ _OBSERVERS: tuple[Callable[[Trackers], Any], ...] = (
     PreparationObserver,
     DetailObserver,
 )
-#: Woven at every level, since they apply changes of the level.
+#: The lowest level that is woven: its observers notice changes of the level.
 _ALWAYS = 2
 
 
@@ -114,8 +114,8 @@ class WovenLevels:
     def set_level(self, level: int, has_passes: bool = False) -> None:
         """Weave the observations of ``level``, and remove those above it: each in one search of the heap.
 
-        ``has_passes``: the passes of this process's steps run in it. While another thread weaves, as one that
-        attaches does, that one goes on with this level: the engine's does not wait.
+        ``has_passes``: the passes of this process's steps run in it. If another thread weaves, as one that
+        attaches does, it applies this level, too: this one does not wait.
         """
         self._asked = level, has_passes
         while (wanted := self._wanted()) != self._woven and self._changing.acquire(blocking=False):

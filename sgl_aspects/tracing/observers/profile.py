@@ -114,7 +114,7 @@ class ProfileObserver:
         return time.time_ns()
 
     def _begin(self, platform: Any) -> str:
-        """Start the profiler; returns no problem."""
+        """Start the profiler; returns "", for no problem."""
         begin, profiler = time.perf_counter(), sys.modules["torch"].profiler
         self._platform = platform
         activities = [profiler.ProfilerActivity.CPU]

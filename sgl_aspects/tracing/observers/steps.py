@@ -45,7 +45,7 @@ class StepObserver(native.StepPath):
         self.slots = getattr(trackers.recorder, "slots", None)
         self.requests, self.preempted = trackers.requests.requests, trackers.requests.preempted_requests
         self.measures = trackers.options.measures
-        self.busy = None  # the scheduler, while the latest metrics show it at work
+        self.busy = None  # the scheduler whose idling is not reported yet
         call, reader = engine.call_reader, engine.reader
         self._ran = call("run_batch", "batch")
         #: Whether a function processes the results of batches; otherwise a step ends with its run.
@@ -95,7 +95,7 @@ class StepObserver(native.StepPath):
             self.repeat_of, self.repeat_ids = repeats.of, repeats.ids
             self.repeat_count, self.repeat_unless = repeats.count, repeats.unless
         drafts, processing = engine.drafts, engine.roles.get("process_batch_result", Role(()))
-        # True: they are read, but in Python.
+        # A name: read in C; True: in Python; None: there are none.
         self.drafts_of = drafts.of or "drafts" in processing.arguments or None
         self.drafts_each = drafts.each or engine.has("result.drafts") or None
         self.drafts_rows, self.drafts_row_of, self.drafts_width = drafts.rows, drafts.row_of, drafts.width

@@ -91,7 +91,7 @@ class WorkerPasses(TimedPasses):
         self.flush(_MOST_WAITING)
 
     def write(self, write: SpanWriter, start_ns: int, error: BaseException | None) -> None:
-        """Write a span beside the latest pass, which ends now."""
+        """Write a span that ends now, beside the latest pass."""
         write(self._recorder.new_id(), *self.tracker.remote, start_ns, monotonic_ns(), (), error_type(error))
 
     def flush(self, most_waiting: int = 0) -> None:

@@ -96,8 +96,11 @@ class Recorder(Protocol):
     def end_step(self, steps: OpenSteps, block: int) -> None:
         """Record the step in a block of ``steps``, which is then free."""
 
-    def close(self) -> None:
-        """End this process's part of the run; later records are lost."""
+    def close(self, *, detaches: bool = False) -> None:
+        """End this process's part of the run; later records are lost.
+
+        ``detaches``: the process goes on untraced, so its open spans have not failed.
+        """
         self.steps.words[layout.WORD_LEVEL] = 0
 
 

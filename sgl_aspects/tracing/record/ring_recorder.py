@@ -262,7 +262,6 @@ class RingRecorder(Recorder):
                 self._file.words[layout.WORD_DETACHING_NS] = time.monotonic_ns()
 
     def close(self, *, detaches: bool = False) -> None:
-        """Close the file. ``detaches``: the process goes on untraced, so its open spans have not failed."""
         with self._lock:
             self._closed = True
             self._no_slots()
