@@ -125,7 +125,7 @@ def read(path: str | Path) -> Config:
         raise ConfigError(
             f"configuration {path}: {error.strerror or error}; name a file that exists"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"configuration {path} is not TOML: {error}") from error
     return parse(document, str(path))
 

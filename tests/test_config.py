@@ -74,6 +74,7 @@ def test_reading_imports_nothing(tmp_path: Path) -> None:
         ("[[hook]]\ntarget='a:b'\nhook='m:f'\ntype='around'\nordr=1", ["'ordr'", "order, required"]),
         ("[[hook", ["is not TOML"]),
         ("hook = " + "[" * 9000, ["is not TOML"]),
+        ("hook = " + "9" * 5000, ["is not TOML"]),
     ],
 )
 def test_what_is_wrong_is_named_with_its_file_and_the_choices(

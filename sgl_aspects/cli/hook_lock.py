@@ -111,7 +111,7 @@ def _read(path: str) -> list[LockedHook]:
         raise ConfigError(
             f"{path} is not there: make it with sgl-aspects hooks lock, or name it with --lock"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} was not written by sgl-aspects hooks lock") from error
 
 

@@ -125,13 +125,14 @@ def collector_settings(folder: str) -> dict[str, str | None]:
         with open(Path(folder, _SETTINGS), "rb", opener=unfollowed) as file:
             found = json.load(file) if os.fstat(file.fileno()).st_uid == os.geteuid() else {}
         return {name: value if value is None else str(value) for name, value in found.items()}
-    except (FileNotFoundError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
 
 
 def forget_collector_settings(folder: str) -> None:
     """Delete the variables: the collector has ended in order."""
-    Path(folder, _SETTINGS).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # on a file system that became read-only they stay
+        Path(folder, _SETTINGS).unlink()
 
 
 class CollectorProcess:

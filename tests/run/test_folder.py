@@ -91,7 +91,7 @@ def test_a_collector_that_is_started_again_gets_its_variables_but_no_secret(tmp_
     )
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", '"x"'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '"x"', "[" * 100_000])
 def test_of_damaged_settings_a_collector_starts_with_those_of_its_environment(
     text: str, tmp_path: Path
 ) -> None:
