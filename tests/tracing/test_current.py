@@ -25,7 +25,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from sgl_aspects.tracing import context
 from sgl_aspects.tracing.collect.join import Joiner
 from sgl_aspects.tracing.collect.run_reader import RunReader
-from sgl_aspects.tracing.lifecycle import StepTracker
 from sgl_aspects.tracing.logs import correlate_logs
 from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.record.ring_recorder import RingRecorder
@@ -33,7 +32,7 @@ from sgl_aspects.tracing.records import SpanType
 from sgl_aspects.tracing.sdk import SdkRecorder
 from sgl_aspects.weaving import weaver
 from tests.support.distributions import install
-from tests.support.memory_recorder import Memory, enter
+from tests.support.memory_recorder import enter
 from tests.support.rings import poll
 from tests.support.stand_ins import Engine, ForwardMode
 
@@ -366,18 +365,6 @@ def test_a_scheduler_without_opentelemetry_logs_its_steps(tmp_path: Path, forked
     for trace_id, span_id in logged:
         spans = re.findall(r'{[^{}]*"spanId":"' + span_id + r'"[^{}]*', text)
         assert any(f'"traceId":"{trace_id}"' in span for span in spans)
-
-
-def test_a_step_that_is_current_begins_with_its_scheduling() -> None:
-    """With the application's provider its span is begun then, and not at the step's end."""
-    recorder, started = Memory(), dict[str, int]()
-    recorder.open_span = lambda type, *fields: started.setdefault(type.name, fields[-1])  # type: ignore[method-assign,assignment]
-    steps = StepTracker(recorder)
-    steps.schedule_start, steps.schedule_end = 10, 20
-    steps.begin(30, object(), "decode", 1, 1)
-    assert steps.current_span() is not None
-    assert started == {"scheduler.step": 10, "run_batch": 30}
-    assert [span.start_ns for span in recorder.begun] == [10]
 
 
 def innermost_id() -> int:
