@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_aspects.engines.sglang.roles import SGLANG
-from sgl_aspects.tracing.lifecycle import CallTracker, StepTracker, calls
+from sgl_aspects.tracing.lifecycle import CallTracker, calls
 from sgl_aspects.tracing.observers import weave_observers
 from sgl_aspects.tracing.options import TraceOptions
 from sgl_aspects.tracing.records import RequestBegin, RequestSeen
@@ -392,15 +392,3 @@ def test_what_a_request_waits_for_through_many_passes_is_kept(
     scheduler.process_batch_result(first, launch(scheduler, first))
     (step,), (load,) = recorder.named("scheduler.step"), recorder.named("cache.load")
     assert load.parent_id == load.root_id == step.span_id
-
-
-def test_a_step_that_is_current_begins_with_its_scheduling() -> None:
-    """With the application's provider its span is begun then, and not at the step's end."""
-    recorder, started = Memory(), dict[str, int]()
-    recorder.open_span = lambda type, *fields: started.setdefault(type.name, fields[-1])  # type: ignore[method-assign,assignment]
-    steps = StepTracker(recorder)
-    steps.schedule_start, steps.schedule_end = 10, 20
-    steps.begin(30, object(), "decode", 1, 1)
-    assert steps.current_span() is not None
-    assert started == {"scheduler.step": 10, "run_batch": 30}
-    assert [span.start_ns for span in recorder.begun] == [10]

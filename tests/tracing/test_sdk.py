@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from sgl_aspects.tracing import attach
+from sgl_aspects.tracing.lifecycle import StepTracker
+from tests.support.memory_recorder import Memory
 from tests.support.processes import output_of, python
 from tests.support.sessions import read_file
 from tests.support.tiny_models import make_llama
@@ -281,3 +283,15 @@ def test_a_process_that_ends_leaves_nothing_in_its_folder(tmp_path: Path) -> Non
         [sys.executable, "-c", program], env={**environment, "PYTHONPATH": path}, cwd=tmp_path, check=True
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_is_current_begins_with_its_scheduling() -> None:
+    """With the application's provider its span is begun then, and not at the step's end."""
+    recorder, started = Memory(), dict[str, int]()
+    recorder.open_span = lambda type, *fields: started.setdefault(type.name, fields[-1])  # type: ignore[method-assign,assignment]
+    steps = StepTracker(recorder)
+    steps.schedule_start, steps.schedule_end = 10, 20
+    steps.begin(30, object(), "decode", 1, 1)
+    assert steps.current_span() is not None
+    assert started == {"scheduler.step": 10, "run_batch": 30}
+    assert [span.start_ns for span in recorder.begun] == [10]
