@@ -172,7 +172,8 @@ def why_not_importable(target: Target) -> str:
         # Of the dotted form, the first name at least is a module's; of a pattern, those before its wildcard.
         name = alternate.path[0] if alternate.module is None else alternate.module
         fixed = name.partition("*")[0].rpartition(".")[0] if alternate.has_module_pattern else name
-        faults.append(_fault_of(fixed, tuple(sys.path)) if fixed else "")
+        is_there = not fixed or sys.modules.get(fixed) is not None
+        faults.append("" if is_there else _fault_of(fixed, tuple(sys.path)))
     return "" if "" in faults else "; ".join(dict.fromkeys(faults))
 
 
