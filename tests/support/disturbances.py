@@ -345,7 +345,8 @@ class Disturbances(ABC):
             for name in ("interrupted", "late") if go_on else ("interrupted",):
                 ranked = found.causes.explain(found.request(f"{mode}: {name}")).ranked()
                 assert ranked[0][0] is Cause.STOPPED, (mode, name, ranked)
-                assert abs(ranked[0][1] - (PAUSE / 2 if go_on else PAUSE)) < 0.2, (mode, name, ranked)
+                # The server is stopped a little longer than asked for: until it has done what ends the stop.
+                assert -0.2 < ranked[0][1] - (PAUSE / 2 if go_on else PAUSE) < 0.7, (mode, name, ranked)
 
     def test_a_client_that_rests_while_buffers_have_room_is_not_named(self, found: Found) -> None:
         assert Cause.CALLER not in found.causes.explain(found.request("short answer")).seconds
