@@ -172,8 +172,8 @@ def why_not_importable(target: Target) -> str:
         # Of the dotted form, the first name at least is a module's; of a pattern, those before its wildcard.
         name = alternate.path[0] if alternate.module is None else alternate.module
         fixed = name.partition("*")[0].rpartition(".")[0] if alternate.has_module_pattern else name
-        is_there = not fixed or sys.modules.get(fixed) is not None
-        faults.append("" if is_there else _fault_of(fixed, tuple(sys.path)))
+        loaded = tuple(one for one in _prefixes(fixed) if sys.modules.get(one) is not None)
+        faults.append(_fault_of(fixed, loaded, tuple(sys.path)) if fixed not in ("", *loaded) else "")
     return "" if "" in faults else "; ".join(dict.fromkeys(faults))
 
 
@@ -204,11 +204,15 @@ def warn_of_unwoven(advices: Iterable[Advice]) -> None:
             logger.warning("%s was never woven: %s", advice, detail_of(advice))
 
 
+def _prefixes(name: str) -> Iterable[str]:
+    return accumulate(name.split("."), "{}.{}".format)
+
+
 @functools.lru_cache(maxsize=1024)
-def _fault_of(name: str, search_path: tuple[str, ...]) -> str:
-    """Return why the module ``name`` cannot be imported; nothing is. ``search_path``: for the cache."""
+def _fault_of(name: str, loaded: tuple[str, ...], search_path: tuple[str, ...]) -> str:
+    """Return why the module ``name`` cannot be imported; nothing is. The others are for the cache."""
     within: Any = None
-    for prefix in accumulate(name.split("."), "{}.{}".format):
+    for prefix in _prefixes(name):
         module = sys.modules.get(prefix)
         if module is None:
             try:
@@ -228,8 +232,8 @@ def _fault_of(name: str, search_path: tuple[str, ...]) -> str:
             within = spec.submodule_search_locations
         else:
             within = namespace(module).get("__path__")
-        if within is None:
-            return "" if prefix == name else f"{prefix} is not a package, so no module {name} can be imported"
+        if within is None and prefix != name:
+            return f"{prefix} is not a package, so no module {name} can be imported"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,14 @@ def test_the_warning_of_replacements_names_the_one_that_runs(
     others = [f"from order-{order}" for order in orders if order != 10]
     assert ["from order-10" in winner for winner, _, _ in warnings] == [True] * len(others)
     assert [other in rest for other, (_, _, rest) in zip(others, warnings)] == [True] * len(others)
+
+
+def test_a_package_that_has_come_since_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no module comes can be imported" in aspects.explain("comes.later:f")
+    monkeypatch.setitem(sys.modules, "comes", types.ModuleType("comes"))
+    assert "comes is not a package" in aspects.explain("comes.later:f")
+    monkeypatch.setitem(sys.modules, "comes.later", types.ModuleType("comes.later"))
+    assert "can be imported" not in aspects.explain("comes.later:f")
 
 
 def test_the_names_of_a_class_are_read_without_its_metaclass() -> None:

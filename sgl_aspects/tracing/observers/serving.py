@@ -39,18 +39,15 @@ from sgl_aspects.tracing.schema import TEMPLATE, TOKENIZE, WAIT_FOR_ADAPTER
 
 @dataclass(eq=False)
 class _Serving:
-    """A running generator. ``call`` is None until the request got its id.
-
-    ``outer``: the submission of several requests that this one is of. ``is_told``: one of its has the error.
-    """
+    """A running generator. ``call`` is None until the request got its id."""
 
     observer: ServingObserver
     start_ns: int
     manager: Any
     http: Any
     exchange: Exchange | None
-    outer: _Serving | None = None
-    is_told: bool = False
+    outer: _Serving | None = None  # the submission of several requests that this one is of
+    is_told: bool = False  # one of its own requests has the error
     call: Call | None = None
     tokenized: list[Part] = field(default_factory=list)
 
@@ -433,13 +430,11 @@ class CallingObserver(ServingObserver):
         super().__init__(trackers)
         engine = trackers.engine
         call, reader = engine.call_reader, engine.reader
-        self._detokenized = call("detokenize", "state")
-        self._finished = call("finish_request", "state")
+        self._detokenized, self._finished = call("detokenize", "state"), call("finish_request", "state")
         self._finish_reason = call("finish_request", "finish_reason")
         self._finish_error = call("finish_request", "error")
         self._group = reader("request.group")
-        self._rid = reader("state.rid")
-        self._text = reader("state.text")
+        self._rid, self._text = reader("state.rid"), reader("state.text")
         self._tokens = engine.values_reader("state", ("prompt_tokens", "output_tokens", "cached_tokens"))
         self._first_token_ns = reader("state.first_token_time_ns")
 
